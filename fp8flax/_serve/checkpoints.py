@@ -13,13 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.headers import Stored, are_sizes, mapped, parsed, read_header
+from fp8flax._serve.headers import Stored, parsed, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
-_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
+_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp8")
 _SCALES = ("_scale", "_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
@@ -61,16 +61,13 @@ class CheckpointTensor(NamedTuple):
         The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
         """
         result = np.empty(self.shape, dtype)
-        if not result.size:
-            return result
         wide = np.float64 if result.dtype == np.float64 else np.float32
-        if not self.shape:
-            one = CheckpointTensor(self.codes.reshape(1), self.scale.reshape(1), (1,), None)
-            return one.dequantize(dtype).reshape(())
-        height = self.block[0] if self.scale.shape[0] > 1 else 1
-        step = max(1, _SLAB // (math.prod(self.shape[1:]) * height)) * height
-        for start in range(0, self.shape[0], step):
-            codes, scale = self.codes[start : start + step], self.scale
+        # A tensor without dimensions counts as one with one element.
+        all_codes, all_scales, out = map(np.atleast_1d, (self.codes, self.scale, result))
+        height = self.block[0] if all_scales.shape[0] > 1 else 1
+        step = max(1, _SLAB // max(1, math.prod(self.shape[1:]) * height)) * height
+        for start in range(0, len(all_codes), step):
+            codes, scale = all_codes[start : start + step], all_scales
             if scale.shape[0] > 1:
                 scale = scale[start // height : (start + step) // height]
             scale = scale.astype(wide)
@@ -79,17 +76,12 @@ class CheckpointTensor(NamedTuple):
                     scale = scale.repeat(width, axis)
                     scale = scale[(slice(None),) * axis + (slice(size),)]
             with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                result[start : start + step] = (codes.astype(wide) * scale).astype(dtype)
+                out[start : start + step] = (codes.astype(wide) * scale).astype(dtype)
         return result
 
 
-class _Quantized(NamedTuple):
-    """The parts of a quantized tensor in the files."""
-
-    codes: Stored
-    scale: Stored
-    block: tuple[int, ...]
-    input_scale: Stored | None
+_Quantized = tuple[Stored, Stored, tuple[int, ...], Stored | None]
+"""The places of the codes, the scales and the input scale of a ``CheckpointTensor``, and its block."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -101,10 +93,9 @@ class Checkpoint(Mapping[str, Any]):
     def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
         entry = self._entries[name]
         if isinstance(entry, Stored):
-            return mapped(entry, name)
-        input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
-        codes, scale = mapped(entry.codes, name), mapped(entry.scale, name)
-        return CheckpointTensor(codes, scale, entry.block, input_scale)
+            return entry.mapped()
+        codes, scale, block, input_scale = entry
+        return CheckpointTensor(codes.mapped(), scale.mapped(), block, input_scale and input_scale.mapped())
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -135,7 +126,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     not change while it is mapped.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
-    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
+    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm and MXFP8.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
@@ -150,7 +141,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
             weights; or a scale has a shape that does not match its weight. The error names the file and the
-            tensor. A lookup raises it if the file has become shorter.
+            tensor.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -166,23 +157,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         np.float32(0.5)
 
     Source: the safetensors format; DeepSeek-V3, "Weight File Documentation"; the documentation of
-    compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
+    compressed-tensors, ModelOpt and fbgemm; OCP Microscaling Formats (MX) Specification v1.0.
     """
     path = Path(path)
-    if path.is_dir():
-        blocks = _declared_blocks(*_quantization_config(path))
-        files, metadata = _read_folder(path)
-    else:
-        blocks = []
-        files, metadata = read_header(path)
-    return Checkpoint(path, _entries(files, metadata, blocks))
+    if not path.is_dir():
+        return Checkpoint(path, _entries(read_header(path), []))
+    blocks = _declared_blocks(path / "config.json")
+    return Checkpoint(path, _entries(_read_folder(path), blocks))
 
 
-# Folders of files.
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns where the tensors of a folder are, and the metadata of its files."""
+def _read_folder(folder: Path) -> dict[str, Stored]:
+    """Returns where the tensors of a folder are."""
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _SINGLE).is_file():
@@ -195,44 +180,24 @@ def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
     files: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
     for shard in dict.fromkeys(map(str, shard_of.values())):
         is_name = shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
         if not is_name or not os.path.isfile(folder / shard):
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
-        stored, own = read_header(folder / shard)
+        stored = read_header(folder / shard)
         if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
             raise ValueError(
                 f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
                 "Correct the index, or remove the tensor from the wrong file."
             )
         files |= stored
-        metadata |= own
-    return files, metadata
+    return files
 
 
-# The description of the format.
-
-
-def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Returns the quantization config of a folder, and the file that has it."""
-    for name, keys in (
-        ("config.json", ("quantization_config", "compression_config")),
-        ("hf_quant_config.json", ("quantization",)),
-    ):
-        path = folder / name
-        if path.is_file():
-            whole = parsed(path.read_bytes(), path)
-            inner = whole.get("text_config")
-            for key in keys:
-                config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
-                if config is not None:
-                    return config, path
-    return {}, folder
-
-
-def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int]]:
-    """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
+def _declared_blocks(path: Path) -> list[tuple[int, int]]:
+    """Returns the sizes of blocks that a ``config.json`` declares; raises if its format is not read."""
+    config = parsed(path.read_bytes(), path).get("quantization_config") if path.is_file() else None
+    config = {} if config is None else config
     try:
         method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
         transform, groups = config.get("transform_config"), config.get("config_groups") or {}
@@ -240,18 +205,19 @@ def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int
         blocks += [_block_of(group.get("weights") or {}) for group in groups.values()]
         is_dense = sparsity.get("format", "dense") == "dense" and not transform
     except AttributeError as error:
-        raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
+        raise ValueError(f"{path}: its quantization config cannot be read: {config!r}.") from error
     if method not in _METHODS:
-        raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
+        raise ValueError(f"{path} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
     if not is_dense:
         raise ValueError(
-            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
+            f"{path} has a sparsity_config or a transform_config, so codes times scales are not the "
             "weights. Save the model without it."
         )
     found = [block for block in blocks if block is not None]
     for block in found:
-        if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
-            raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
+        is_pair = isinstance(block, list) and len(block) == 2
+        if not (is_pair and all(type(size) is int and size > 0 for size in block)):
+            raise ValueError(f"{path}: the size of a block must be two numbers above 0; got {block!r}.")
     return [(rows, columns) for rows, columns in found]
 
 
@@ -266,15 +232,13 @@ def _block_of(weights: dict[str, Any]) -> Any:
 
 
 def _entries(
-    files: Mapping[str, Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
+    files: Mapping[str, Stored], declared: Sequence[tuple[int, int]]
 ) -> dict[str, Stored | _Quantized]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
-    entries: dict[str, Stored | _Quantized] = {}
-    rest = dict(files)
-    for name, (codes, scale, block) in _float8_tensors(files, metadata).items():
-        entries[name] = _quantized(name, rest.pop(codes), rest.pop(scale), None, [block])
+    quantized: dict[str, Stored | _Quantized] = {}
+    scales_of_weights: set[str] = set()
     for name, stored in files.items():
-        if stored.dtype not in _FLOAT8 or name not in rest:
+        if stored.dtype not in _FLOAT8:
             continue
         if wrong := [name + end for end in _BESIDE if name + end in files]:
             raise ValueError(
@@ -287,66 +251,24 @@ def _entries(
         if not scales:
             continue  # such as an embedding that was cast to FP8
         layer = name.removesuffix("weight")
-        inputs = [layer + end for end in _INPUT_SCALES if layer + end in rest and layer != name]
-        input_scale = rest.pop(inputs[0]) if inputs else None
-        entries[name] = _quantized(name, rest.pop(name), rest.pop(scales[0]), input_scale, declared)
+        inputs = [layer + end for end in _INPUT_SCALES if layer + end in files and layer != name][:1]
+        scale, block = _blocks_of_scale(name, stored, files[scales[0]], declared)
+        quantized[name] = stored, scale, block, files[inputs[0]] if inputs else None
+        scales_of_weights.update(scales + inputs)
+    rest = {name: stored for name, stored in files.items() if name not in scales_of_weights}
     for name, stored in rest.items():
-        if name.endswith(_PARTS):
+        if name.endswith(_PARTS) and name not in quantized:
             raise ValueError(
-                f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are "
-                "not read; dequantize them with the library that wrote them."
+                f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights, and "
+                "those of torchao, are not read; dequantize them with the library that wrote them."
             )
-        if name in entries:
-            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
-    order = {name: entries.get(name, rest.get(name)) for name in files}
-    return {name: e for name, e in (order | entries).items() if e is not None}
+    return rest | quantized
 
 
-def _float8_tensors(
-    files: Mapping[str, Stored], metadata: Mapping[str, str]
-) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    """Returns the names of codes and scales, and the blocks, of the torchao tensors in the metadata."""
-    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
-    where = next(iter(files.values())).file if files else None
-    if where is None or "tensor_names" not in metadata:
-        return found
-    for name, text in metadata.items():
-        if name in ("tensor_names", "format") or not text.startswith("{"):
-            continue
-        described = parsed(text.encode("utf-8", "surrogatepass"), where)
-        kind = described.get("_type")
-        if kind in (None, "Tensor"):
-            continue
-        layer, dot, last = name.rpartition(".")
-        parts = (f"{layer}{dot}_{last}_qdata", f"{layer}{dot}_{last}_scale")
-        if kind != "Float8Tensor" or not all(part in files for part in parts):
-            raise ValueError(
-                f"{where}: {name!r} must be torchao's Float8Tensor, with the tensors {parts}; it is "
-                f"{kind!r}. Other types are not read; dequantize them with torchao."
-            )
-        codes, scale = (files[part].shape for part in parts)
-        data = described.get("_data")
-        block: Any = data.get("block_size") if isinstance(data, dict) else None
-        is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
-        if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
-            raise ValueError(
-                f"{where}: {name!r} must have a block_size that fits its codes {list(codes)} and its scale "
-                f"{list(scale)}; got {block!r}."
-            )
-        found[name] = (*parts, tuple(block))
-    return found
-
-
-def _quantized(
-    name: str,
-    codes: Stored,
-    scale: Stored,
-    input_scale: Stored | None,
-    declared: Sequence[tuple[int, ...]],
-) -> _Quantized:
-    """Returns the entry of a quantized tensor; raises if its scale does not match."""
-    if codes.dtype not in _FLOAT8:
-        raise ValueError(f"{codes.file}: {name!r} must have codes in FP8; they are {codes.dtype}.")
+def _blocks_of_scale(
+    name: str, codes: Stored, scale: Stored, declared: Sequence[tuple[int, ...]]
+) -> tuple[Stored, tuple[int, ...]]:
+    """Returns the scale of a weight, with a dimension for each of its own, and the size of a block."""
     dtype = _E8M0 if scale.dtype == np.uint8 else scale.dtype
     if dtype != _E8M0 and dtype not in _WIDE:
         raise ValueError(
@@ -354,19 +276,18 @@ def _quantized(
             "or E8M0."
         )
     found = _blocks(codes.shape, scale.shape, declared or ([_MX] if dtype == _E8M0 else []) + [_SQUARE])
-    block = found.pop() if len(found) == 1 else ()
-    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
     # A file of MXFP8 may hold the bytes of its scales as uint8.
-    is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
-    is_clear = len(block) == len(codes.shape) and math.prod(shape) == math.prod(scale.shape)
-    if not is_clear or (scale.dtype == np.uint8 and not is_mx):
+    is_mx = all(len(b) > 1 and b[-1] <= _MX[1] and set(b[:-1]) == {1} for b in found)
+    if len(found) != 1 or (scale.dtype == np.uint8 and not is_mx):
         raise ValueError(
             f"{scale.file}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
             f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return _Quantized(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
+    (block,) = found
+    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
+    return scale._replace(dtype=dtype, shape=shape), block
 
 
 def _blocks(

@@ -13,16 +13,14 @@ import numpy as np
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
+from fp8flax._model.converted_call import Call, Seen, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
 from fp8flax._serve.hidden_state import ServedOp
-from fp8flax._serve.kernels import layout, left_wide, reasons_of_parameters, to_freeze
-from fp8flax._serve.scales import WEIGHT_ONLY
+from fp8flax._serve.kernels import layout, left_wide, params_of, stored
 from fp8flax._serve.serving import Serving
-from fp8flax._serve.stored_op import FROZEN, check_can_freeze, stored, warn_of_fresh, warn_of_wide
-from fp8flax._serve.trees import Path
+from fp8flax._serve.stored_op import FROZEN, WEIGHT_ONLY, check_can_freeze, fixed_scales, warn_of
 
 
 def freeze(
@@ -103,40 +101,42 @@ def freeze(
     check_can_freeze()
     check_variables(variables)
     check_params(variables)
-    base = _recording(model)
+    base: Any = model
+    if not hasattr(model, "_fp8_rules"):
+        # The ops of this model were given by hand. The class records them, and converts nothing.
+        base = convert(model, converted_class(type(model), Rules(include=(), allow_unmatched=True), Call))
     boxed = flax.core.unfreeze(dict(variables))
     variables = nn.meta.unbox(boxed)
     seen = _record_of(base, variables, args, kwargs)
     params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
     recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
-    wide = left_wide(seen, recipes)
+    wide, given = left_wide(seen, recipes), trees.leaves(params)
     fresh: list[str] = []
     served: list[ServedOp] = []
     for path, found in seen.ops.items():
+        recipe = recipes[path]
         kernel = None if path in wide or found.kernel is None else found.kernel.sources[0].path
-        parameter = None if kernel is None else trees.get(params, kernel)
-        codes, scales = stored(to_freeze(path, found, recipes[path], parameter), state, fresh)
-        if kernel is not None and codes is not None:
-            params = trees.replaced(params, kernel, _placed_like(parameter, codes))
+        parameter: Any = None if kernel is None else trees.get(given, kernel)
+        delayed = fixed_scales(path, recipe, state, fresh)
+        codes, scales = stored(path, found, recipe, parameter, delayed)
         for role, scale in scales.items():
             params = trees.replaced(params, (*path, state_leaf_names(role)[0]), scale)
-        served.append(_served_op(path, found, recipes[path], scales, kernel, parameter))
-    warn_of_wide(reasons_of_parameters(wide, seen.ops))
-    warn_of_fresh(fresh, "fp8flax.calibrate(model.apply, variables, batches)")
+        fixed = tuple((state_leaf_names(role)[0], x.shape, x.dtype) for role, x in scales.items())
+        if kernel is None or codes is None:
+            recipe = CustomRecipe() if recipe is WEIGHT_ONLY else recipe
+            served.append(ServedOp(path, recipe, None, fixed))
+            continue
+        params = trees.replaced(params, kernel, _placed_like(parameter, codes))
+        # The dtype of the variable, which may have been cast since the model was recorded.
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
+        served.append(ServedOp(path, recipe, (kernel, dtype), fixed, layout(found)))
+    named = [(param, why) for path, why in wide.items() if why for param in params_of(seen.ops[path])]
+    reasons = {"/".join(param): why for param, why in named}
+    warn_of(reasons, fresh, "fp8flax.calibrate(model.apply, variables, batches)")
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     cls = converted_class(base._fp8_base, base._fp8_rules, Serving(tuple(served)))
     boxes = {name: boxed[name] for name in others}
     return convert(model, cls), trees.reboxed({**others, PARAMS: params}, boxes)
-
-
-def _recording(model: nn.Module) -> Any:
-    """Returns a model that records its FP8 ops when it is called.
-
-    A model whose ops were given by hand is wrapped for this; nothing in it is converted.
-    """
-    if hasattr(model, "_fp8_rules"):
-        return model
-    return convert(model, converted_class(type(model), Rules(include=(), allow_unmatched=True), Call))
 
 
 def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) -> Seen:
@@ -168,19 +168,3 @@ def _placed_like(wide: Any, codes: jax.Array) -> jax.Array:
     if is_here and len(wide.sharding.device_set) > 1:
         return jax.device_put(codes, wide.sharding)
     return codes
-
-
-def _served_op(
-    path: Path,
-    found: SeenOp,
-    gemms: CustomRecipe,
-    scales: Mapping[str, jax.Array],
-    kernel: Path | None,
-    parameter: Any,
-) -> ServedOp:
-    fixed = tuple((state_leaf_names(role)[0], x.shape, x.dtype) for role, x in scales.items())
-    if kernel is None:
-        return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, None, fixed)
-    # The dtype of the variable, which may have been cast since the model was recorded.
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
-    return ServedOp(path, gemms, (kernel, dtype), fixed, layout(found))

@@ -41,6 +41,14 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int
 
+    def mapped(self) -> np.ndarray:
+        """Returns the tensor, mapped from its file."""
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if not nbytes:
+            return np.empty(self.shape, self.dtype)
+        raw = np.memmap(self.file, np.uint8, "r", self.start, (nbytes,))
+        return np.asarray(raw).view(self.dtype).reshape(self.shape)
+
 
 def library() -> Any:
     """Returns the library ``safetensors``; raises ``ImportError`` if it is not installed."""
@@ -72,12 +80,12 @@ def parsed(text: bytes, where: Path) -> dict[str, Any]:
     return parsed
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns where the tensors of a file are, and the metadata of the file."""
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns where the tensors of a file are."""
     safetensors = library()
     try:
-        with safetensors.safe_open(path, "np") as checked:
-            metadata = checked.metadata() or {}
+        with safetensors.safe_open(path, "np"):
+            pass  # it checks the header
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"{path} is not a safetensors file, or is damaged: {error}. Copy it again."
@@ -95,23 +103,4 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             )
         start = 8 + length + entry["data_offsets"][0]
         stored[name] = Stored(path, np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start)
-    return stored, metadata
-
-
-def are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def mapped(stored: Stored, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file."""
-    nbytes = math.prod(stored.shape) * stored.dtype.itemsize
-    if not nbytes:
-        return np.empty(stored.shape, stored.dtype)
-    try:
-        raw = np.memmap(stored.file, np.uint8, "r", stored.start, (nbytes,))
-    except ValueError as error:
-        raise ValueError(
-            f"{stored.file} has become shorter since it was opened: {name!r} ends behind its end. "
-            "Copy it again."
-        ) from error
-    return np.asarray(raw).view(stored.dtype).reshape(stored.shape)
+    return stored

@@ -30,7 +30,7 @@ that come back are random.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -64,7 +64,7 @@ class ServedOp(NamedTuple):
 
 
 def as_method_sees(
-    variables: Mapping[str, Any], ops: Sequence[ServedOp], *, is_init: bool
+    variables: Mapping[str, Any], ops: Iterable[ServedOp], *, is_init: bool
 ) -> Mapping[str, Any]:
     """Returns the right side of the diagram for the left side.
 
@@ -74,37 +74,39 @@ def as_method_sees(
         is_init: whether the parameters of some ops may be missing. Such ops are skipped.
     """
     params, served = nn.meta.unbox(variables.get(PARAMS, {})), dict[str, Any]()
-    if is_init:
-        ops = [op for op in ops if _has_kernel(params, op) and trees.has(params, op.path)]
+    given = trees.leaves(params)
     for op in ops:
+        places = [(*op.path, name) for name, *_ in op.scales]
+        if is_init and not (_has_kernel(given, op) and all(place in given for place in places)):
+            continue
         if op.kernel is not None:
             path, dtype = op.kernel
-            codes = trees.get(params, path)
+            codes = trees.get(given, path)
             served = trees.replaced(served, (*op.path, CODES), codes)
             params = trees.replaced(params, path, codes.astype(dtype))
-        for name, scale in trees.get(params, op.path).items() if op.scales else ():
-            served = trees.replaced(served, (*op.path, name), scale)
-    for op in ops:
-        if op.scales:
+        for place in places:
+            served = trees.replaced(served, place, trees.get(given, place))
+        if places:
             params = trees.without(params, op.path)
     return {**variables, PARAMS: params, SERVED: served}
 
 
-def _has_kernel(params: Mapping[str, Any], op: ServedOp) -> bool:
+def _has_kernel(params: Mapping[Path, Any], op: ServedOp) -> bool:
     """Returns whether the parameters hold the kernel of an op, or the op stores none."""
-    return op.kernel is None or trees.has(params, op.kernel[0])
+    return op.kernel is None or op.kernel[0] in params
 
 
-def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> Mapping[str, Any]:
+def as_caller_sees_init(params: Mapping[str, Any], ops: Iterable[ServedOp]) -> Mapping[str, Any]:
     """Returns the left side of the diagram for parameters that ``init`` made on the right side."""
     boxed, params = params, nn.meta.unbox(params)
+    made = trees.leaves(params)
     for op in ops:
-        if not _has_kernel(params, op):
+        if not _has_kernel(made, op):
             continue  # no method has made the kernel yet
         if op.kernel is not None:
             path, _ = op.kernel
             assert op.gemms.forward.rhs is not None
-            codes = saturated(trees.get(params, path).astype(jnp.float32), op.gemms.forward.rhs.dtype)
+            codes = saturated(made[path].astype(jnp.float32), op.gemms.forward.rhs.dtype)
             params = trees.replaced(params, path, codes)
         for name, shape, dtype in op.scales:
             params = trees.replaced(params, (*op.path, name), jnp.ones(shape, dtype))

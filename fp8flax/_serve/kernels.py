@@ -1,18 +1,17 @@
-"""Finds which kernels of a Linen model can be stored in FP8, and describes their ops for ``stored_op``."""
+"""Finds which kernels of a Linen model can be stored in FP8, and quantizes them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._linen.conversion import Stacking
 from fp8flax._model.converted_call import Seen, SeenOp
-from fp8flax._serve.scales import WEIGHT_ONLY
-from fp8flax._serve.stored_op import OpToFreeze
+from fp8flax._serve.stored_op import WEIGHT_ONLY, stored_kernel
 from fp8flax._serve.trees import Path
 
 
@@ -49,66 +48,47 @@ def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, st
     return {path: reason for path, reason in reasons.items() if reason is not None}
 
 
-def reasons_of_parameters(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> dict[str, str]:
-    """Returns the reasons that are not empty, by the paths of the parameters that stay wide."""
-    texts = {}
-    for path, reason in reasons.items():
-        kernel = ops[path].kernel
-        for source in kernel.sources if kernel and reason else ():
-            texts["/".join(source.path)] = reason
-    return texts
+def params_of(found: SeenOp) -> list[Path]:
+    """Returns the paths of the parameters that an op multiplies by."""
+    return [source.path for source in (found.kernel.sources if found.kernel else ())]
 
 
-def to_freeze(path: Path, found: SeenOp, gemms: CustomRecipe, parameter: Any) -> OpToFreeze:
-    """Returns an op of a Linen model in the form in which it is frozen.
+def stored(
+    path: Path, found: SeenOp, recipe: CustomRecipe, parameter: Any, scales: dict[str, jax.Array]
+) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+    """Returns the codes of a parameter, in its shape, and the scales of the op, by role.
+
+    Stacked layers have stacked codes and scales, along the axis along which their parameters are stacked.
 
     Args:
         path: the path of the op.
         found: the record of the op.
-        gemms: the recipe of the op in the frozen model.
-        parameter: the parameter that is the kernel; None if the kernel stays wide.
+        recipe: the recipe of the op in the frozen model.
+        parameter: the parameter that is the kernel; None if the kernel stays wide. Then there are no codes.
+        scales: the delayed scales, by role, stacked as the scaling state is.
     """
-    origin, (lhs, _, *arguments) = found.kernel, found.args
     if any(stacking.params is None for stacking in found.stacked):
         raise ValueError(
             f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: one "
             "frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
         )
-    if parameter is not None and origin is not None:
-        source = origin.sources[0]
-        if _unstacked(parameter.shape, found.stacked) != source.shape:
-            raise ValueError(
-                f"The parameter {'/'.join(source.path)} has shape {parameter.shape}, but the FP8 op of "
-                f"this model takes slices of shape {source.shape}. Pass the variables of this model."
-            )
+    if parameter is None and not scales:
+        return None, {}
+    origin, (lhs, _, *arguments) = found.kernel, found.args
 
-    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
-        for params, state in reversed(found.stacked):
-            f = jax.vmap(f, in_axes=(params, state), out_axes=params)
-        return f
+    def of_one(parameter: jax.Array | None, scales: dict[str, jax.Array]) -> Any:
+        if parameter is None:
+            return None, scales
+        assert origin is not None
+        wide = origin.rebuild(parameter)
+        codes, scale = stored_kernel(found.op.row, recipe, lhs, arguments, wide, scales.get("kernel"))
+        bits = origin.into_parameter(jax.lax.bitcast_convert_type(codes, jnp.uint8))
+        return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, "kernel": scale}
 
-    return OpToFreeze(
-        path=path,
-        row=found.op.row,
-        gemms=gemms,
-        lhs=lhs,
-        arguments=tuple(arguments),
-        parameter=parameter,
-        kernel=lambda array: origin.rebuild(array),  # type: ignore[union-attr]
-        into_parameter=lambda values: origin.into_parameter(values),  # type: ignore[union-attr]
-        mapped=mapped,
-    )
-
-
-def _unstacked(shape: tuple[int, ...], stacked: Iterable[Stacking]) -> tuple[int, ...] | None:
-    """Returns the shape of one slice of a stacked parameter; None if the dimensions are too few."""
-    sizes = list(shape)
-    for axis, _ in stacked:
-        if axis is not None:
-            if not -len(sizes) <= axis < len(sizes):
-                return None
-            del sizes[axis]
-    return tuple(sizes)
+    for params, state in reversed(found.stacked):
+        of_one = jax.vmap(of_one, in_axes=(params, state), out_axes=params)
+    result: tuple[jax.Array | None, dict[str, jax.Array]] = jax.jit(of_one)(parameter, scales)
+    return result
 
 
 def layout(found: SeenOp) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +17,13 @@ from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._serve.checkpoints import CheckpointTensor
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
-from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
 _SQUARE, _MX = (128, 128), (1, 32)
-_Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Misfit(Exception):  # noqa: N818
     """A tensor of the checkpoint cannot become the variable; the text says why."""
-
-
-class _Source(NamedTuple):
-    """The place of a variable in a checkpoint."""
-
-    name: str
-    """The name of the tensor in the file."""
-    is_own_name: bool
-    """Whether the variable was found under the name that it has in the model."""
 
 
 def load_into(
@@ -102,87 +92,80 @@ def load_into(
     check_no_train_state(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
     leaves: dict[Path, Any] = {tuple(map(str, path_names(keys))): leaf for keys, leaf in flat}
-    for path, leaf in leaves.items():
-        if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            must = f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out."
-            if not path:
-                must = f"variables must be a tree of arrays; got {type(leaf).__name__}."
-                must += " The order is load_into(variables, checkpoint)."
-            raise TypeError(must)
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
-    for path, leaf in wanted.items():
+    for path, leaf in leaves.items():
+        if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            what = f"{'/'.join(path)} must be an array" if path else "variables must be a tree of arrays"
+            raise TypeError(
+                f"{what}; got {type(leaf).__name__}. The order is load_into(variables, checkpoint). Leave "
+                "everything out of variables that is not an array."
+            )
         narrow = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        if narrow != leaf.dtype:
+        if path in wanted and narrow != leaf.dtype:
             raise ValueError(
                 f"{'/'.join(path)} is {leaf.dtype}, which JAX would narrow to {narrow}. Enable "
                 f"jax_enable_x64 to load it, or convert it to {narrow} first."
             )
     new: dict[Path, jax.Array] = {}
-    for path, source in _checked(wanted, checkpoint, rename).items():
+    for path, name in _checked(wanted, checkpoint, rename).items():
         # One variable is in memory at a time.
-        made = _loaders(path, wanted, source, checkpoint[source.name])
-        new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
+        made = _loaders(path, wanted, name, checkpoint[name])
+        with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
+            new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
     return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
 
 
 def _checked(
     wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
-) -> dict[Path, _Source]:
-    """Returns where each variable comes from, after a check of all of them.
+) -> dict[Path, str]:
+    """Returns the name of the tensor for each variable, after a check of all of them.
 
     Raises:
         ValueError: variables and tensors do not match. The error lists all faults.
     """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
-    all_names = list(dict.fromkeys(name for own in names.values() for name in own))
-    new_names = new_names_of(all_names, rename)
+    new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
     missing, wrong = list[str](), list[str]()
 
-    def find(path: Path) -> _Source | None:
-        """Returns where a variable comes from; None if that is not one place, which is a fault."""
-        sources: dict[str, _Source] = {}
-        for i, name in enumerate(names[path]):
-            sources.setdefault(new_names[name], _Source(new_names[name], is_own_name=i == 0))
-        found = [source for name, source in sources.items() if name in checkpoint]
+    def find(path: Path) -> str | None:
+        """Returns the name of the tensor for a variable; None if there is not one, which is a fault."""
+        candidates = list(dict.fromkeys(new_names[name] for name in names[path]))
+        found = [name for name in candidates if name in checkpoint]
         if len(found) == 1:
             return found[0]
-        (wrong if found else missing).append(f"{'/'.join(path)} (as {' or '.join(sources)})")
+        (wrong if found else missing).append(f"{'/'.join(path)} (as {' or '.join(candidates)})")
         return None
 
     kernels = {path: find(path) for path, leaf in wanted.items() if _is_frozen_kernel(path, leaf)}
     # The scales are loaded with their kernel, unless the file has them under their own names.
     loaded_with_kernel = {
         scale
-        for path, source in kernels.items()
-        if source is None or isinstance(checkpoint[source.name], CheckpointTensor)
+        for path, name in kernels.items()
+        if name is None or isinstance(checkpoint[name], CheckpointTensor)
         for scale in _scales_of(path, wanted)
     }
     others = {path: find(path) for path in wanted if path not in (kernels.keys() | loaded_with_kernel)}
-    found = {path: source for path, source in (kernels | others).items() if source is not None}
+    found = {path: name for path, name in (kernels | others).items() if name is not None}
     used_by: dict[str, Path] = {}
-    for path, source in found.items():
-        first = used_by.setdefault(source.name, path)
+    for path, name in found.items():
+        first = used_by.setdefault(name, path)
         if first != path:
-            wrong.append(f"{source.name} is for both {'/'.join(first)} and {'/'.join(path)}")
+            wrong.append(f"{name} is for both {'/'.join(first)} and {'/'.join(path)}")
         try:
-            _loaders(path, wanted, source, checkpoint[source.name])
+            _loaders(path, wanted, name, checkpoint[name])
         except Misfit as error:
-            wrong.append(f"{'/'.join(path)} from {source.name}: {error}")
+            wrong.append(f"{'/'.join(path)} from {name}: {error}")
     left = [name for name in checkpoint if name not in used_by]
-    _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
-    return found
-
-
-def _raise_if(*faults: tuple[str, Sequence[str]]) -> None:
-    """Raises an error that lists all faults; returns if there are none."""
-    found = [f"{what}: {', '.join(some)}" for what, some in faults if some]
-    if found:
+    faults = {"missing from the checkpoint": missing, "left over in it": left, "not matching": wrong}
+    if any(faults.values()):
+        text = "; ".join(f"{what}: {', '.join(some)}" for what, some in faults.items() if some)
         raise ValueError(
-            f"The checkpoint must have one tensor for each variable. {'; '.join(found)}. Nothing was "
-            "loaded. Correct rename, leave variables out that the checkpoint does not have, or pass a dict "
-            "of some of its tensors."
+            f"The checkpoint must have one tensor for each variable. {text}. Nothing was loaded. Correct "
+            "rename, leave variables out that the checkpoint does not have, or pass a dict of some of its "
+            "tensors."
         )
+    return found
 
 
 def _names(path: Path, leaf: Any) -> list[str]:
@@ -221,7 +204,7 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _loaders(
-    path: Path, leaves: Mapping[Path, Any], source: _Source, tensor: Any
+    path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any
 ) -> dict[Path, Callable[[], np.ndarray]]:
     """Returns functions that make a variable, and the scales beside it, from a tensor of the checkpoint.
 
@@ -233,18 +216,20 @@ def _loaders(
     if not (is_quantized or isinstance(getattr(tensor, "dtype", None), np.dtype)):
         raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    # A tensor with scales is ``(out, in)``. A wide tensor is, if it has the name of a weight of PyTorch.
-    is_matrix = path[-1] != "embedding"
-    if not is_quantized:
-        is_matrix = is_weight_name(source.name) and (path[-1] == "kernel" or not source.is_own_name)
-    layouts = _layouts(tensor, shape) if is_matrix else []
-    if not is_matrix:
+    # A tensor with scales is ``(out, in)``. A wide kernel is, if it has the name of a weight of PyTorch.
+    is_matrix = path[-1] != "embedding" if is_quantized else path[-1] == "kernel" and is_weight_name(name)
+    num_summed, ndim = 0, len(tensor.shape)
+    if is_matrix:
+        # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
+        if ndim == 2 or (is_quantized and ndim > 2):
+            num_summed = _num_summed(tensor.shape, shape)
+        if not num_summed:
+            raise Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
+    else:
         _check_shape(path, tensor.shape, shape)
-    elif not layouts:
-        raise Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
 
     def arranged(array: np.ndarray) -> np.ndarray:
-        return from_matrix(array, shape, *layouts[0]) if layouts else array.reshape(shape)
+        return (array.swapaxes(-1, -2) if is_matrix else array).reshape(shape)
 
     # Scales in the file, wide variable: dequantize.
     if is_quantized and not _is_narrow(leaf):
@@ -254,7 +239,7 @@ def _loaders(
     # Wide tensor, wide variable: cast.
     is_wide = not _is_narrow(leaf) and not _is_narrow(tensor)
     if is_wide and all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype)):
-        return {path: lambda: arranged(_rounded(tensor, leaf.dtype))}
+        return {path: lambda: arranged(np.asarray(tensor).astype(leaf.dtype))}
     if dtype != leaf.dtype:
         without = " without scales" if dtype.itemsize == 1 and not is_quantized else ""
         raise Misfit(f"it must be {leaf.dtype}, and is {dtype}{without}")
@@ -271,13 +256,9 @@ def _loaders(
         )
     for place, scale in scales.items():
         is_of_kernel = place[-1] == KERNEL_SCALE
-        made[place] = _scale(tensor, shape, layouts, scale) if is_of_kernel else _input_scale(tensor, scale)
+        array = _scale(tensor, shape, num_summed, scale) if is_of_kernel else _input_scale(tensor, scale)
+        made[place] = partial(array.astype, scale.dtype)
     return made
-
-
-def _rounded(array: Any, dtype: Any) -> np.ndarray:
-    with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-        return np.asarray(array).astype(dtype)
 
 
 def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None:
@@ -290,49 +271,45 @@ def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None
         raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
 
 
-def _layouts(tensor: Any, shape: tuple[int, ...]) -> list[_Layout]:
-    """Returns the layouts in which a weight ``(out, in)`` becomes a kernel of this shape.
+def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
+    """Returns how many dimensions of a kernel a matmul sums over; 0 if the weight cannot be the kernel.
 
-    A layout is a pair: the output dimensions of the kernel, and its summed dimensions. If there are several
-    layouts, all give the same kernel. The first dimensions of a kernel are the summed ones, as in the
-    layers of Flax.
-
-    Args:
-        tensor: the weight, or a stack of weights. A stack in one tensor must have scales. Without scales it
-            may be the kernel of a convolution.
-        shape: the shape of the kernel.
+    The weight is ``(..., out, in)``. The kernel has the dimensions of the stack first, then those that are
+    summed over, and then those of the output, as in the layers of Flax.
     """
-    given, dims = list(tensor.shape), len(shape) - len(tensor.shape) + 2
-    if not 2 <= len(given) <= (3 if isinstance(tensor, CheckpointTensor) else 2):
-        return []
-    options = [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
-    return [(out, summed) for out, summed in options if matrix_shape(shape, out, summed) == given]
+    *stack, out, width = weight
+    dims = list(kernel)[len(stack) :]
+    for k in range(1, len(dims)):
+        if [*stack, width, out] == [*kernel[: len(stack)], math.prod(dims[:k]), math.prod(dims[k:])]:
+            return k
+    return 0
 
 
-def _scale(
-    tensor: CheckpointTensor, shape: tuple[int, ...], layouts: Sequence[_Layout], leaf: Any
-) -> Callable[[], np.ndarray]:
-    """Returns a function that makes the scale of a frozen kernel of shape ``shape``.
+def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
+    """Returns the scale of a frozen kernel.
 
     The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
     possible, all must give the same values.
+
+    Args:
+        tensor: the weight.
+        kernel: the shape of the kernel.
+        num_summed: how many of its dimensions are summed over.
+        leaf: the scale of the frozen model.
     """
-    stack, (out, summed) = tensor.shape[:-2], tensor.shape[-2:]
+    *stack, out, width = tensor.shape
     is_e8m0, frozen_shape = _is_narrow(leaf), tuple(leaf.shape)
-    block = _MX if is_e8m0 else _SQUARE
+    rows, columns = _MX if is_e8m0 else _SQUARE
     found: list[np.ndarray | None] = []
     # One scale per block.
-    if frozen_shape == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
-        found.append(_scale_in_blocks(tensor, block))
+    if frozen_shape == (*stack, 1, -(-out // rows), -(-width // columns)):
+        found.append(_scale_in_blocks(tensor, (rows, columns)))
     # One scale per tensor.
     if not is_e8m0 and frozen_shape == (*stack, 1):
-        found.append(_scale_in_blocks(tensor, (out, summed)))
+        found.append(_scale_in_blocks(tensor, (out, width)))
     # One scale per output feature.
-    for layout in layouts if not is_e8m0 else ():
-        ones = {i + len(stack) for i in layout[1]}
-        if frozen_shape == tuple(1 if i in ones else n for i, n in enumerate(shape)):
-            scale = _scale_in_blocks(tensor, (1, summed))
-            found.append(None if scale is None else from_matrix(scale, frozen_shape, *layout))
+    if not is_e8m0 and frozen_shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
+        found.append(_scale_in_blocks(tensor, (1, width)))
     can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     bits = {None if scale is None else scale.tobytes() for scale in found}
     if len(bits) != 1 or found[0] is None or not can_hold:
@@ -341,39 +318,30 @@ def _scale(
             f"{list(tensor.block)}, and the scale of the frozen kernel is "
             f"{leaf.dtype}{list(frozen_shape)}. Freeze the model with the recipe of the checkpoint"
         )
-    scale = found[0]
-    return lambda: scale.astype(leaf.dtype).reshape(frozen_shape)
+    return found[0].reshape(frozen_shape)
 
 
 def _scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarray | None:
     """Returns the scales of a tensor for blocks of this size in its last two dimensions.
 
-    The result is None if the scales differ within such a block.
+    The result is None if the file has blocks of another size. One scale per tensor fits every size.
     """
-    scale = tensor.scale
-    for axis, want in zip((-2, -1), block):
-        size, have = tensor.shape[axis], tensor.block[axis]
-        chosen = scale.take(np.arange(0, size, want) // have, axis)
-        # If ``have`` is a multiple of ``want``, no wanted block has two scales.
-        if have % want and have < size:
-            places = np.arange(size)
-            expected = scale.take(places // have, axis)
-            if chosen.take(places // want, axis).tobytes() != expected.tobytes():
-                return None
-        scale = chosen
-    return scale
+    sizes = [max(1, n) for n in tensor.shape[-2:]]
+    wanted, given = (list(map(min, sizes, each)) for each in (block, tensor.block[-2:]))
+    if given not in (wanted, sizes):
+        return None
+    return np.broadcast_to(tensor.scale, (*tensor.shape[:-2], *(-(-n // b) for n, b in zip(sizes, wanted))))
 
 
-def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray]:
-    """Returns a function that makes the fixed scale of a frozen layer's input."""
+def _input_scale(tensor: CheckpointTensor, leaf: Any) -> np.ndarray:
+    """Returns the fixed scale of a frozen layer's input."""
     scale = tensor.input_scale
     if scale is None or scale.size != math.prod(leaf.shape):
         raise Misfit(
             f"the frozen layer needs an input scale of shape {list(leaf.shape)}, and the checkpoint has "
-            f"{'no input scale that all its tensors have' if scale is None else list(scale.shape)}. Freeze "
-            "the model with another recipe"
+            f"{'none' if scale is None else list(scale.shape)}. Freeze the model with another recipe"
         )
-    return lambda: scale.astype(leaf.dtype).reshape(leaf.shape)
+    return scale.reshape(leaf.shape)
 
 
 def _placed(array: np.ndarray, leaf: Any) -> jax.Array:

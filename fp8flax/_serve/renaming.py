@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fp8flax._serve.server_layout import Tensor, in_torch_layout
+from fp8flax._serve.server_layout import Tensor
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -35,9 +35,16 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
                     "because it finds the FP8 tensors of a layer by the layer's name. Rename the layer "
                     f"in all of its tensors alike, and keep {suffix!r} at the end."
                 )
+        written = tensor.written
         if tensor.is_wide_kernel and is_weight_name(name):
-            tensor = in_torch_layout(tensor)
-        result.append(tensor._replace(name=name))
+            if written.ndim != 2:
+                raise ValueError(
+                    f"rename makes a weight of {'/'.join(tensor.path)}, of shape {written.shape}. A "
+                    "wide kernel that becomes a weight must have two dimensions: the input and the output. "
+                    "Give this kernel a name that ends in 'kernel'."
+                )
+            written = written.T
+        result.append(tensor._replace(name=name, written=written))
     return result
 
 

@@ -114,7 +114,7 @@ def tensors_of(
     tensors: dict[str, Tensor] = {}
     described = list(named(ops, variables))
     for tensor in described if rename is None else renamed(described, rename):
-        name, path, array, *_ = tensor
+        name, path, array, _ = tensor
         if name in tensors:
             raise ValueError(
                 f"{'/'.join(path)} and {'/'.join(tensors[name].path)} would both be {name!r} in the file. "

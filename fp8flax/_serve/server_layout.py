@@ -15,65 +15,29 @@ from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
 class Tensor(NamedTuple):
-    """A variable of the model, with its name and its array in the file."""
+    """A variable of the model, as it is in the file."""
 
     name: str
     """The name in the file."""
     path: list[str]
     """The path in the variables; the collection comes first."""
-    array: Any
-    """The array in the variables, of NumPy or JAX."""
     written: Any
-    """The array in the file: the same values in another order and shape."""
+    """The array in the file, of NumPy or JAX: the values of the variable, in another order and shape."""
     layer: str | None
     """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
 
     @property
     def is_wide_kernel(self) -> bool:
         """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
-        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
-
-
-def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    """Returns the dimensions of a kernel in the order of the file: stacked, output, summed."""
-    stacked = ndim - len(out) - len(summed)
-    return [*range(stacked), *(stacked + i for i in out), *(stacked + i for i in summed)]
-
-
-def matrix_shape(shape: Sequence[int], out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    """Returns the shape ``(..., out, in)`` that a kernel has as a matrix."""
-    ordered = [shape[i] for i in _order(len(shape), out, summed)]
-    end = len(shape) - len(summed)
-    start = end - len(out)
-    return [*ordered[:start], math.prod(ordered[start:end]), math.prod(ordered[end:])]
+        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.written.dtype.itemsize > 1
 
 
 def _as_matrix(array: Any, out: Sequence[int], summed: Sequence[int]) -> Any:
-    order = _order(array.ndim, out, summed)
-    return array.transpose(order).reshape(matrix_shape(array.shape, out, summed))
-
-
-def from_matrix(
-    matrix: np.ndarray, shape: Sequence[int], out: Sequence[int], summed: Sequence[int]
-) -> np.ndarray:
-    """Returns the kernel of shape ``shape`` that a matrix in the file stands for."""
-    order = _order(len(shape), out, summed)
-    return matrix.reshape([shape[i] for i in order]).transpose(np.argsort(order))
-
-
-def in_torch_layout(kernel: Tensor) -> Tensor:
-    """Returns the kernel ``(in, out)`` of a wide dense layer in PyTorch's layout, ``(out, in)``.
-
-    Raises:
-        ValueError: the kernel does not have two dimensions, so its output dimensions are not known.
-    """
-    if kernel.array.ndim != 2:
-        raise ValueError(
-            f"rename makes a weight of {'/'.join(kernel.path)}, of shape {kernel.array.shape}. A weight in "
-            "PyTorch has its output dimensions first, and they are known only for kernels in FP8 and for "
-            "kernels with two dimensions. Give this kernel a name that ends in 'kernel'."
-        )
-    return kernel._replace(written=kernel.array.T)
+    """Returns a kernel as a matrix ``(..., out, in)``, after its stacked dimensions."""
+    stacked = array.ndim - len(out) - len(summed)
+    ordered = array.transpose(*range(stacked), *(stacked + i for i in (*out, *summed)))
+    stack, rest = ordered.shape[:stacked], ordered.shape[stacked:]
+    return ordered.reshape(*stack, math.prod(rest[: len(out)]), math.prod(rest[len(out) :]))
 
 
 def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -92,7 +56,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
         for path, array in _by_path(collection, tree).items():
             if collection != PARAMS or path not in places:
                 name = ".".join(path if collection == PARAMS else (collection, *path))
-                yield Tensor(name, [collection, *path], array, array, None)
+                yield Tensor(name, [collection, *path], array, None)
                 continue
             last, op, layer = places[path]
             name, written = f"{layer}.{last}", array
@@ -109,7 +73,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
                 name = ".".join(path)
                 stacked = max(0, array.ndim - len(op.layout[0]))
                 written = array.reshape(*array.shape[:stacked], -1)
-            yield Tensor(name, [collection, *path], array, written, None if last == "bias" else layer)
+            yield Tensor(name, [collection, *path], written, None if last == "bias" else layer)
 
 
 def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:

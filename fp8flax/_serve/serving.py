@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op
@@ -28,8 +26,7 @@ from fp8flax._serve.hidden_state import (
     as_caller_sees_init,
     as_method_sees,
 )
-from fp8flax._serve.scales import constant
-from fp8flax._serve.stored_op import broadcastable, check_is_on, computed
+from fp8flax._serve.stored_op import broadcastable, check_is_on, computed, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +97,12 @@ class ServingCall(Call):
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
-            input_scale = partial(op.get_variable, SERVED, INPUT_SCALE)
-            return computed(op.row, gemms, kernel, input_scale, lhs, rhs, *rest, **keywords)
+            input_scale: Any = op.get_variable(SERVED, INPUT_SCALE)
+            return computed(op.row, gemms, *kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             # An op without a plan multiplies by the dequantized kernel. If it quantizes this kernel again,
             # its fixed scale gives the same codes.
-            codes, scale = kernel.codes, kernel.scale
+            codes, scale = map(constant, kernel)
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
             # Nothing is left to quantize.
@@ -122,8 +119,8 @@ class ServingCall(Call):
             )
         return served
 
-    def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> QTensor | None:
-        """Returns the stored kernel of an op, for which ``rhs`` is a placeholder; None if it stays wide."""
+    def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Returns the codes and the scales for the placeholder ``rhs``; None if the kernel stays wide."""
         if served.kernel is None:
             return None
         origin = self.origins.of(rhs, op.scope)
@@ -132,8 +129,8 @@ class ServingCall(Call):
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        codes = origin.rebuild(constant(op.get_variable(SERVED, CODES)), casts=False)
-        return QTensor(codes, constant(op.get_variable(SERVED, KERNEL_SCALE)), served.gemms.forward.rhs)
+        codes = origin.rebuild(op.get_variable(SERVED, CODES), casts=False)
+        return codes, op.get_variable(SERVED, KERNEL_SCALE)
 
 
 def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:

@@ -14,40 +14,28 @@ from fp8flax._core.state.tree import key_name
 Path = tuple[str, ...]
 
 
-def _children(node: Any) -> Mapping[str, Any]:
-    """Returns the children of a dict, a tuple or a struct, by name."""
-    if isinstance(node, Mapping):
-        return node
-    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return {str(key_name(path[0])): child for path, child in children if path}
+def leaves(tree: Any, **options: Any) -> dict[Path, Any]:
+    """Returns the leaves of a tree by their paths."""
+    found = jax.tree_util.tree_flatten_with_path(tree, **options)[0]
+    return {tuple(str(key_name(key)) for key in keys): leaf for keys, leaf in found}
 
 
-def has(tree: Any, path: Path) -> bool:
-    """Returns whether the tree has a node at ``path``."""
-    for name in path:
-        children = _children(tree)
-        if name not in children:
-            return False
-        tree = children[name]
-    return True
-
-
-def get(params: Any, path: Path) -> Any:
-    """Returns the node of the parameters at ``path``; raises ``ValueError`` if there is none."""
-    if not has(params, path):
+def get(params: Mapping[Path, Any], path: Path) -> Any:
+    """Returns the parameter at ``path``; raises ``ValueError`` if there is none."""
+    if path not in params:
         raise ValueError(
             f"{PARAMS}/{'/'.join(path)} is missing from the variables. To freeze, pass the trained "
             "variables of this model; to serve, pass the variables that fp8flax.freeze returned."
         )
-    for name in path:
-        params = _children(params)[name]
-    return params
+    return params[path]
 
 
 def replaced(tree: Any, path: Path, value: Any) -> Any:
     """Returns a tree with ``value`` at ``path``; nodes that are missing on the way become dicts."""
     name, *rest = path
-    children = _children(tree)
+    children = tree
+    if not isinstance(tree, Mapping):  # a tuple or a struct
+        children = {key: child for (key,), child in leaves(tree, is_leaf=lambda x: x is not tree).items()}
     value = replaced(children.get(name, {}), tuple(rest), value) if rest else value
     if isinstance(tree, Mapping):
         return {**tree, name: value}
@@ -69,8 +57,8 @@ def reboxed(tree: Any, boxed: Any) -> Any:
     def is_box(x: Any) -> bool:
         return isinstance(x, nn.meta.AxisMetadata)
 
-    for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_box)[0]:
+    values = leaves(tree)
+    for path, box in leaves(boxed, is_leaf=is_box).items():
         if is_box(box):
-            path = tuple(str(key_name(key)) for key in keys)
-            tree = replaced(tree, path, box.replace_boxed(get(tree, path)))
+            tree = replaced(tree, path, box.replace_boxed(values[path]))
     return tree

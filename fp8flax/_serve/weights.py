@@ -31,8 +31,8 @@ def weights_for_serving(
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
     compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
-    model, options and shapes use it again. Use this function where an inference engine samples from a model
-    between the steps of its training, as in reinforcement learning.
+    model object, options and shapes use it again. Use this function where an inference engine samples from
+    a model between the steps of its training, as in reinforcement learning.
 
     XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
     mesh with explicit axes, the results are on the same mesh with automatic axes.
@@ -82,11 +82,11 @@ def weights_for_serving(
         ops = ((path, op.op, op.gemms, op.kernel and op.kernel.sources) for path, op in seen.ops.items())
         record = tuple(ops), frozenset(seen.used_otherwise)
     with automatic_axes(variables) as variables:
-        return _weights(_hashable(model), record, options_of(args, kwargs, rename, weight_only), variables)
+        return _weights(_Same(model), record, options_of(args, kwargs, rename, weight_only), variables)
 
 
-class _Unhashable:
-    """A model with a field that has no hash, such as ``nn.Sequential`` of a list. It equals only itself."""
+class _Same:
+    """A model in the key of a compiled program. It equals only itself, because a model may have no hash."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -95,25 +95,15 @@ class _Unhashable:
         return id(self.model)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unhashable) and self.model is other.model
-
-
-def _hashable(model: nn.Module) -> Any:
-    """Returns a key for ``jax.jit``: the model, or an ``_Unhashable`` that holds it."""
-    try:
-        hash(model)
-    except TypeError:
-        return _Unhashable(model)
-    return model
+        return isinstance(other, _Same) and self.model is other.model
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _weights(model: Any, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
+def _weights(same: _Same, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
     """Computes the result of ``weights_for_serving``; compiled once for equal static arguments."""
     del record  # it is only part of the key
-    model = model.model if isinstance(model, _Unhashable) else model
     args, kwargs = options.inputs()
-    served_model, served = freeze(model, variables, *args, weight_only=options.weight_only, **kwargs)
+    served_model, served = freeze(same.model, variables, *args, weight_only=options.weight_only, **kwargs)
     tensors = tensors_of(serving_ops(served_model), nn.meta.unbox(served), options.renaming())
     return {name: tensor.written for name, tensor in tensors.items()}
 

@@ -23,21 +23,18 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.ops import EINSUM
 from fp8flax._core.plans.row import OpRow
-from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
-from fp8flax._serve.scales import WEIGHT_ONLY, constant
 from fp8flax._serve.stored_op import (
     FROZEN,
-    OpToFreeze,
+    WEIGHT_ONLY,
     check_can_freeze,
     check_is_on,
     computed,
-    stored,
-    warn_of_fresh,
-    warn_of_wide,
+    fixed_scales,
+    stored_kernel,
+    warn_of,
 )
 from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.models import Layer, layers_of
@@ -78,12 +75,11 @@ class FrozenOp(nnx.Module):
                 f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
                 "nnx.Param alone, not those of fp8flax.nnx.Frozen."
             )
-        quantizer = self.recipe.forward.rhs
-        kernel = QTensor(constant(codes), constant(self.kernel_scale.get_value()), quantizer)
+        fixed = getattr(self, "input_scale", None)
+        scales = self.kernel_scale.get_value(), None if fixed is None else fixed.get_value()
         like = jnp.zeros(codes.shape, lhs.dtype)
-        how: Any = self.row, self.recipe, kernel, lambda: self.input_scale.get_value()
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return computed(*how, lhs, like, *arguments, **keywords)
+            return computed(self.row, self.recipe, codes, *scales, lhs, like, *arguments, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result, called as the op that it replaces."""
@@ -180,8 +176,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             if weight_only:
                 op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
             wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
-    warn_of_wide(wide)
-    warn_of_fresh(fresh, "fp8flax.nnx.calibrate")
+    warn_of(wide, fresh, "fp8flax.nnx.calibrate")
     return copy
 
 
@@ -216,15 +211,10 @@ def _operands(
     def recorder(path: str, row: OpRow) -> Any:
         def record(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
             seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), arguments
-            return row.plain(lhs, rhs.astype(lhs.dtype), *arguments, **keywords)
+            rhs = checkpoint_name(rhs, f"{_MARK}{path}").astype(lhs.dtype)
+            return row.plain(lhs, rhs, *arguments, **keywords)
 
-        def mark_and_record(*args: Any, **kwargs: Any) -> jax.Array:
-            operands = list(args)
-            rhs = 2 if row is EINSUM else 1
-            operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")
-            return calling(row.call, record)(*operands, **kwargs)
-
-        return mark_and_record
+        return calling(row.call, record)
 
     for layer in layers_of(copy):
         if layer.site.path in paths:
@@ -304,27 +294,19 @@ def _freeze(
     recipe = op._recipe_in_use()
     if recipe is None or recipe.gemms.forward.rhs is None:
         return False
+    row, gemms = layer.kind.row, WEIGHT_ONLY if weight_only else recipe.gemms
     wide = layer.module.kernel.get_value()
 
-    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
-        for _ in layer.stacked:
-            f = jax.vmap(f)
-        return f
+    def of_one(wide: jax.Array, scales: dict[str, jax.Array]) -> Any:
+        wide = wide.astype(lhs.dtype)
+        codes, scale = stored_kernel(row, gemms, lhs, arguments, wide, scales.get("kernel"))
+        return codes, {**scales, "kernel": scale}
 
-    to_freeze = OpToFreeze(
-        path=(path,),
-        row=layer.kind.row,
-        gemms=WEIGHT_ONLY if weight_only else recipe.gemms,
-        lhs=lhs,
-        arguments=arguments,
-        parameter=wide,
-        kernel=lambda array: array.astype(lhs.dtype),
-        into_parameter=lambda values: values,
-        mapped=mapped,
-    )
-    codes, scales = stored(to_freeze, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
-    frozen = FrozenOp(to_freeze.row, to_freeze.gemms, path, scales)
-    setattr(layer.module, layer.kind.field, nnx.data(frozen))
+    for _ in layer.stacked:
+        of_one = jax.vmap(of_one)
+    delayed = fixed_scales((path,), gemms, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
+    codes, scales = jax.jit(of_one)(wide, delayed)
+    setattr(layer.module, layer.kind.field, nnx.data(FrozenOp(row, gemms, path, scales)))
     layer.module.kernel = Frozen(codes)
     _let_kernel_pass(layer, wide.dtype)
     return True

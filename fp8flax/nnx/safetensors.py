@@ -18,7 +18,7 @@ from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import tensors_of, write
 from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
-from fp8flax.nnx.models import Layer, layers_of
+from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import written_variables
 
@@ -118,17 +118,22 @@ def _weights(graphdef: Any, options: Options, state: Any) -> dict[str, jax.Array
 
 
 def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]:
-    """Returns the ops of a frozen model, and its variables in collections.
+    """Returns the ops of a frozen model, and the values of its variables in collections, as Linen has them.
 
     Raises:
         TypeError: nothing in the model is frozen.
     """
-    ops = []
+    ops: list[ServedOp] = []
     places = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
     for layer in layers_of(model):
         op = getattr(layer.module, layer.kind.field)
         if isinstance(op, FrozenOp):
-            ops.append(_served(layer, op, places[id(layer.module)]))
+            place, kernel = places[id(layer.module)], layer.module.kernel.get_value()
+            contracted, batched = layer.kind.axes(layer.module)
+            out = tuple(i for i in range(kernel.ndim - len(layer.stacked)) if i not in contracted)
+            layout = None if batched else (out, tuple(contracted))
+            stored = (*place, "kernel"), kernel.dtype
+            ops.append(ServedOp((*place, layer.kind.field), op.recipe, stored, layout=layout))
     if not ops:
         raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
     for keys, node in nnx.iter_graph(model):
@@ -136,29 +141,8 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
             recipe = node._recipe_in_use()
             gemms = CustomRecipe() if recipe is None else recipe.gemms
             ops.append(ServedOp(tuple(map(str, keys)), gemms, None))
-    return tuple(ops), _collections(model)
-
-
-def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
-    """Returns a layer as the writer of files sees it."""
-    kernel = layer.module.kernel.get_value()
-    contracted, batched = layer.kind.axes(layer.module)
-    rest = range(kernel.ndim - len(layer.stacked))
-    out = tuple(i for i in rest if i not in contracted)
-    scales = {name: x.get_value() for name, x in vars(op).items() if isinstance(x, Frozen)}
-    return ServedOp(
-        (*place, layer.kind.field),
-        op.recipe,
-        ((*place, "kernel"), kernel.dtype),
-        tuple((name, x.shape, x.dtype) for name, x in scales.items()),
-        None if batched else (out, tuple(contracted)),
-    )
-
-
-def _collections(model: nnx.Module) -> dict[str, Any]:
-    """Returns the values of the variables in collections, as Linen has them."""
     values = {}
     for collection, path, variable in written_variables(model):
         collection = PARAMS if isinstance(variable, Frozen) else collection
         values[collection, *map(str, path)] = variable.get_value()
-    return nnx.traversals.unflatten_mapping(values)
+    return tuple(ops), nnx.traversals.unflatten_mapping(values)

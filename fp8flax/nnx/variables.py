@@ -12,9 +12,6 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import wrong_model
 from fp8flax.nnx.ops import OverwriteWithGradient
 
-Places = dict[tuple[str, ...], tuple[tuple[Any, ...], Any]]
-"""The path and the variable of each place in a file; a place begins with a collection."""
-
 
 def is_node(x: Any) -> bool:
     """Returns whether a value is a module or a variable of NNX."""
@@ -55,9 +52,3 @@ def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...],
     """
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable
-
-
-def values_of(places: Places) -> dict[str, Any]:
-    """Returns the values of variables as collections: dicts by the names of their places."""
-    values = {place: variable.get_value() for place, (_, variable) in places.items()}
-    return nnx.traversals.unflatten_mapping(values)

@@ -1,9 +1,9 @@
 """Writes the small FP8 checkpoints of tests/serve/files with the libraries whose formats they have.
 
-Run ``python tests/serve/write_files.py`` with a Python that has torch, transformers 5, compressed-tensors
-and torchao. It needs no GPU and downloads nothing. Beside each checkpoint, ``expected.safetensors`` has the
-weights as the library itself dequantizes them; for the Llama its logits, as transformers computes them from
-the folder.
+Run ``python tests/serve/write_files.py`` with a Python that has torch, transformers 5 and
+compressed-tensors. It needs no GPU and downloads nothing. Beside each checkpoint,
+``expected.safetensors`` has the weights as the library itself dequantizes them; for the Llama its logits,
+as transformers computes them from the folder.
 """
 
 from __future__ import annotations
@@ -113,23 +113,8 @@ def finegrained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     return expected
 
 
-def torchao(folder: Path, granularity: Any) -> dict[str, torch.Tensor]:
-    """Writes layers that torchao quantized; returns the weights that it dequantizes."""
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-    from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
-
-    net = model({"up": (8, 64), "down": (4, 32)})
-    for layer in net.values():
-        tensor = Float8Tensor.from_hp(layer.weight.data, granularity=granularity)
-        layer.weight = torch.nn.Parameter(tensor, requires_grad=False)
-    tensors, metadata = flatten_tensor_state_dict(net.state_dict())
-    save_file(tensors, folder / SINGLE, metadata)
-    return {f"{name}.weight": layer.weight.dequantize() for name, layer in net.items()}
-
-
 def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
     """Returns what writes each folder."""
-    from torchao.quantization import PerRow, PerTensor
 
     def of_compressed_tensors(kind: str, **weights: Any) -> Callable[[Path], dict[str, torch.Tensor]]:
         return lambda folder: compressed_tensors(folder, kind, weights)
@@ -149,8 +134,6 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
             folder, weight_block_size=(16, 32), scale_fmt="ue8m0"
         ),
         "transformers_llama": llama,
-        "torchao_row": lambda folder: torchao(folder, PerRow()),
-        "torchao_tensor": lambda folder: torchao(folder, PerTensor()),
     }
 
 
@@ -161,7 +144,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         expected = write(folder)
         save_file({key: x.contiguous() for key, x in expected.items()}, folder / "expected.safetensors")
-    packages = ("torch", "transformers", "compressed-tensors", "torchao", "safetensors")
+    packages = ("torch", "transformers", "compressed-tensors", "safetensors")
     versions = {package: version(package) for package in packages}
     (FILES / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
