@@ -16,19 +16,10 @@ from typing import Any
 class AroundCalls:
     """Base class that passes each method call of a Linen module to ``_around_call``.
 
-    A class must list it before ``nn.Module`` (or a subclass of ``nn.Module``) among its bases.
+    A class must list it before ``nn.Module`` (or a subclass of ``nn.Module``) among its bases, and have the
+    method ``_around_call(name, compute, args, kwargs)``. This returns the result of a call of the method
+    ``name``. ``compute(module, args, kwargs)`` runs the method on a module.
     """
-
-    def _around_call(self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns the result of a method call; a subclass implements it.
-
-        Args:
-            name: the name of the method.
-            compute: ``compute(module, args, kwargs)`` runs the method on a module.
-            args: the positional arguments of the call.
-            kwargs: the keyword arguments of the call.
-        """
-        raise NotImplementedError
 
     def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         """Overrides the method of ``nn.Module`` through which Linen runs each method."""

@@ -37,13 +37,13 @@ class Packing(NamedTuple):
     """The collections that the transformation returns."""
 
 
-def changing_packing(change: Callable[[str | None, Any, Packing], Packing]) -> Replacing:
+def changing_packing(change: Callable[[str | None, Packing], Packing]) -> Replacing:
     """Returns a context in which ``change`` can change the arguments of each call of ``pack``.
 
     Args:
-        change: a function that is called as ``change(name, scopes, packing)`` and returns a ``Packing``.
-            ``name`` is the name of the transformation, such as ``"map_variables"``. ``scopes`` are the
-            scopes that it is applied to, and ``packing`` are the arguments of Flax.
+        change: a function that is called as ``change(name, packing)`` and returns a ``Packing``. ``name``
+            is the name of the transformation, such as ``"map_variables"``, and ``packing`` are the
+            arguments of Flax.
     """
 
     def make(flax_pack: Any) -> Callable[..., Any]:
@@ -51,9 +51,9 @@ def changing_packing(change: Callable[[str | None, Any, Packing], Packing]) -> R
             """Replaces Flax's ``pack``: a decorator of ``fn`` with the filters that ``change`` returns."""
 
             @functools.wraps(fn)
-            def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
-                packing = change(kwargs.get("name"), scopes, Packing(fn, ins, outs))
-                return flax_pack(*packing, *args, **kwargs)(scopes, *rest, **options)
+            def packed(*scopes: Any, **options: Any) -> Any:
+                packing = change(kwargs.get("name"), Packing(fn, ins, outs))
+                return flax_pack(*packing, *args, **kwargs)(*scopes, **options)
 
             return packed
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-
-OnMap = Callable[[Any, Any, Any], None]
-"""A function that is called when ``nn.map_variables`` has mapped parameters.
-
-Its arguments are the scope whose variables are mapped, these variables, and the scope with the mapped
-variables."""
 
 
 class Stacking(NamedTuple):
@@ -31,16 +25,12 @@ class Conversion(NamedTuple):
 
     calls: tuple[Any, ...] = ()
     """The running calls, from the outermost to the innermost."""
-    is_reporting: bool = False
-    """Whether a model may be traced although nothing in it is converted."""
     counted: int | None = None
     """The number of calls that surround the model whose contractions are counted instead of converted.
 
     None if no model is counted."""
     beside_params: str | None = None
     """The collection that lifted transformations treat like the parameters."""
-    on_map: tuple[OnMap, ...] = ()
-    """The functions that are called when ``nn.map_variables`` has mapped parameters."""
     on_op: Callable[..., Any] | None = None
     """A function that replaces ``compute(lhs, rhs, *rest)`` in each op.
 
@@ -51,6 +41,8 @@ class Conversion(NamedTuple):
     """How the variables of the running code are stacked, from the outermost transformation inwards."""
     in_custom_vjp: bool = False
     """Whether the running code is inside of ``nn.custom_vjp``."""
+    in_map: bool = False
+    """Whether the running code is inside of an ``nn.map_variables`` of the model that maps parameters."""
 
 
 _NONE = Conversion()
@@ -72,13 +64,10 @@ def converting(**changes: Any) -> Iterator[None]:
         _running.reset(token)
 
 
-@contextmanager
-def reporting(*, counting: bool = False) -> Iterator[None]:
-    """Returns a context in which a model may be traced although nothing in it is converted.
+def counting() -> AbstractContextManager[None]:
+    """Returns a context in which no contraction is converted, and each is computed in its ``Site.scope``.
 
-    With ``counting`` no contraction is converted, and each is computed in its ``SeenSite.scope``.
+    Only the model that is called here is counted, and no converted model inside of it. A model may be
+    traced there although nothing in it is converted.
     """
-    # Only the model that is called here is counted, and no converted model inside of it.
-    counted = len(conversion().calls) if counting else None
-    with converting(is_reporting=True, counted=counted):
-        yield
+    return converting(counted=len(conversion().calls))

@@ -15,8 +15,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from fp8flax._compat.flax_pack import (
     Filters,
     Packing,
@@ -28,18 +26,13 @@ from fp8flax._compat.flax_pack import (
     without_collection,
 )
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import OnMap, Stacking, conversion, converting
+from fp8flax._linen.conversion import Stacking, conversion, converting
 
 
 @contextlib.contextmanager
-def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
-    """A context in which lifted transformations treat a collection like the parameters.
-
-    Args:
-        collection: the name of the collection.
-        on_map: a function that is called when ``nn.map_variables`` has mapped parameters.
-    """
-    with _PACKING, converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
+def beside_params(collection: str) -> Iterator[None]:
+    """A context in which lifted transformations treat a collection like the parameters."""
+    with _PACKING, converting(beside_params=collection):
         yield
 
 
@@ -60,7 +53,7 @@ def _passed_by(groups: Filters, ours: str) -> Filters:
     return [without_collection(mapped, ours), with_collection(others, ours)]
 
 
-def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
+def _change(name: str | None, packing: Packing) -> Packing:
     """Returns the changed packing of a lifted transformation; see ``changing_packing``."""
     ours = conversion().beside_params
     if ours is None:  # the code of another thread, or of a function that runs after the model
@@ -70,8 +63,8 @@ def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
         for collection in {OVERWRITE_WITH_GRADIENT, ours}:
             taken, returned = _passed_by(taken, collection), _passed_by(returned, collection)
     taken, returned = _beside(taken, ours), _beside(returned, ours)
-    if name == "map_variables" and conversion().on_map and takes(taken[0], PARAMS):
-        body = _reporting(body, scopes)
+    if name == "map_variables" and takes(taken[0], PARAMS):
+        body = _within(body, in_map=True)
     elif name in ("scan", "vmap"):
         stacking = Stacking(*(axis_of(of, Packing(body, taken, returned)) for of in (PARAMS, ours)))
         if stacking != Stacking(None, None):
@@ -89,22 +82,6 @@ def _within(body: Any, **changes: Any) -> Any:
             return body(*args, **kwargs)
 
     return within
-
-
-def _reporting(body: Any, outer: Any) -> Any:
-    """Returns the body of ``nn.map_variables``, which also calls each ``on_map`` with the mapped scopes."""
-
-    def reporting(make_scopes: Any, repack: Any, groups: Any, *rest: Any, **kwargs: Any) -> Any:
-        def make(*args: Any, **options: Any) -> Any:
-            scopes = make_scopes(*args, **options)
-            for on_map in conversion().on_map:
-                for before, after in zip(jax.tree.leaves(outer), jax.tree.leaves(scopes)):
-                    on_map(before, groups[0], after)
-            return scopes
-
-        return body(make, repack, groups, *rest, **kwargs)
-
-    return reporting
 
 
 _PACKING = changing_packing(_change)

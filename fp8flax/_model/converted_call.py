@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, PARAMS
+from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import Stacking, conversion, converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.beside_params import beside_params
-from fp8flax._model.contraction_site import as_op, name_of, site_of
-from fp8flax._model.decisions import NOTHING_SEEN, SeenSite, check_matched, why_unconverted
-from fp8flax._model.interception import Contraction, Interception, Left
-from fp8flax._model.param_origin import Move, Origin, ParamOrigins
+from fp8flax._model.contraction_site import as_op
+from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.param_origin import Move, Origin
 from fp8flax._model.program_reads import CAST
-from fp8flax._model.rules import Rules
+from fp8flax._model.rules import Decision, Rules, Site
 
 
 class SeenOp(NamedTuple):
@@ -30,21 +30,20 @@ class SeenOp(NamedTuple):
     op: type[Fp8Op]
     gemms: CustomRecipe
     kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only, or if the op
-    multiplies by several kernels."""
+    """The origin of the kernel; None if the kernel does not come from parameters only. If the op multiplies
+    by several kernels, all their parameters are joined in it."""
     args: tuple[Any, ...]
     """The arguments of the op, with shapes and dtypes instead of arrays."""
     stacked: tuple[Stacking, ...]
     """How the variables of the op are stacked, from the outermost transformation to the innermost."""
-    others: frozenset[tuple[str, ...]] = frozenset()
-    """The parameters of all kernels, if the op multiplies by several kernels; otherwise empty."""
+    has_several_kernels: bool = False
 
 
 class Seen:
     """The record of the contractions and the FP8 ops that a model computes; its clones share it."""
 
     def __init__(self) -> None:
-        self.sites: list[SeenSite] = []
+        self.decided: list[tuple[Site, Decision]] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
         self.used_otherwise: set[tuple[str, ...]] = set()
 
@@ -63,53 +62,44 @@ def seen_of(model: Any) -> Seen:
     return seen
 
 
-class Call:
+class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
-    beside_params = OVERWRITE_WITH_GRADIENT
-    """The collection with the variables of the ops."""
     collections: tuple[str, ...] = (PARAMS,)
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
     is_counting = False
-    """Whether no contraction is converted, and each is computed in its ``SeenSite.scope``."""
+    """Whether no contraction is converted, and each is computed in its ``Site.scope``."""
 
     def __init__(self, cls: type, rules: Rules) -> None:
-        self.cls = cls
+        super().__init__(cls)
         self.rules = self._rules_here = rules
-        self.sites: list[SeenSite] = []
+        self.decided: list[tuple[Site, Decision]] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
-        self.origins = ParamOrigins()
-        self.interception = Interception(
-            self.convert,
-            self.origins,
-            leave_alone=lambda module: isinstance(module, Fp8Op),
-            model=cls,
-            state=self.beside_params,
-        )
 
-    def convert(self, contraction: Contraction) -> Any:
-        """Computes a contraction in FP8 if the rules convert it; otherwise returns a ``Left``."""
-        found = as_op(contraction)
-        site, op = site_of(contraction, found), Fp8Op._for_row(contraction.op)
+    def contract(
+        self, row: OpRow, operands: Sequence[Any], params: dict[str, Any], frame: Frame
+    ) -> tuple[Any, str]:
+        """Computes a contraction in FP8 if the rules convert it."""
+        scope: Any = frame.module.scope
+        lhs, rhs = (self.origins.of(x, scope) for x in operands[:2])
+        site, arguments, restore = as_op(row, operands, params, (lhs, rhs), frame)
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
             decision = decision._replace(rule=None)  # it is an index into the rules of another model
-        name = f"{op.__name__}_{name_of(site, contraction, found)}"
-        scope: Any = contraction.frame.module.scope
         bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
-        seen = SeenSite(bare, decision, name, found.is_swapped)
-        self.sites.append(seen)
+        self.decided.append((bare, decision))
         if self.is_counting:
-            return Left(seen.scope)
+            return None, site.scope
         if not decision.converts:
-            return Left()
+            return None, NOT_CONVERTED
         with jax.named_scope(BY_OP):
-            options = {"form": self._rules_here.form} if op.row.has_form else {}
-            made = op(recipe=decision.recipe, **options, parent=scope.push(name, reuse=True))
-            out = made(*found.arguments)
-        return found.restore(out)
+            options = {"form": self._rules_here.form} if row.has_form else {}
+            parent = scope.push(site.name, reuse=True)
+            op = Fp8Op._for_row(row)(recipe=decision.recipe, **options, parent=parent)
+            out = op(*arguments)
+        return restore(out), ""
 
     def on_op(
         self,
@@ -122,7 +112,7 @@ class Call:
         **keywords: Any,
     ) -> jax.Array:
         """Records an op, and computes it."""
-        if recipe is not None and not self.interception.is_apart:
+        if recipe is not None and not self.is_apart:
             kernel = self.origins.of(rhs, op.scope)
             # The record outlives the call, so it must not hold arrays.
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
@@ -134,21 +124,15 @@ class Call:
         if before is not None and not _is_same_kernel(before, found):
             # The op multiplies by several kernels with one state, so none of them can be stored for it.
             kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
-            others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
-            self.origins.used_otherwise |= others
-            found = found._replace(kernel=None, others=others)
-        elif before is not None:
-            found = found._replace(others=before.others)
+            sources = dict.fromkeys(source for kernel in kernels for source in kernel.sources)
+            found = found._replace(kernel=Origin(tuple(sources), None), has_several_kernels=True)
         self.ops[path] = found
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """A context for the model's method, whose loops treat the variables of ops like the parameters."""
         self.origins.mark(model.scope)
-        with (
-            converting(on_op=self.on_op),
-            beside_params(self.beside_params, self.origins.on_map),
-        ):
+        with converting(on_op=self.on_op, in_map=False), beside_params(self.beside_params):
             yield
 
     @contextmanager
@@ -175,7 +159,7 @@ class Call:
             ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
         """
         seen = seen_of(model)
-        seen.sites = self.sites
+        seen.decided = self.decided
         if not self.is_counting:
             found_here, self.ops = self.ops, dict(seen.ops)
             for path, found in found_here.items():
@@ -185,10 +169,10 @@ class Call:
             seen.ops = self.ops
             seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
-            check_matched(self.rules, self.sites)
-            is_converted = self.ops or any(found.decision.converts for found in self.sites)
-            if not (is_converted or conversion().is_reporting):
-                raise ValueError(why_unconverted(self.rules, self.sites) if self.sites else NOTHING_SEEN)
+            self.rules.check_matched(self.decided)
+            is_converted = self.ops or any(decision.converts for _, decision in self.decided)
+            if not (is_converted or self.is_counting):
+                raise ValueError(self.rules.why_unconverted(self.decided))
 
 
 def _as_struct(x: Any) -> Any:
@@ -204,25 +188,22 @@ def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
     """Returns whether two calls of an op multiply by the same kernel."""
     if a.kernel is None or b.kernel is None:
         return a.kernel is b.kernel
-    return a.kernel.sources == b.kernel.sources and _as_values(a.kernel) == _as_values(b.kernel)
+    return a.kernel.sources == b.kernel.sources and _steps(a.kernel) == _steps(b.kernel)
 
 
-def _as_values(kernel: Origin) -> Any:
-    """Returns the steps that made a kernel from parameters, without casts that change no value."""
-
-    def without(move: Move) -> Move:
-        params = move.params
-        if move.primitive == CAST:
-            if _can_represent(params["new_dtype"], params["from"]):
-                return without(move.operands[0])
-            params = {**params, "from": None}
-        return move._replace(params=params, operands=tuple(map(without, move.operands)))
-
-    return without(kernel.moves)
+def _steps(kernel: Origin) -> Any:
+    """Returns the steps that made a kernel from a parameter, without casts that change no value."""
+    if kernel.moves is None:
+        return None
+    moves = [(m.primitive, m.params, m.result) for m in kernel.moves if not _is_exact_cast(m)]
+    return moves, kernel.is_moved
 
 
-def _can_represent(wide: Any, narrow: Any) -> bool:
-    """Returns whether the dtype ``wide`` can represent all values of the dtype ``narrow``."""
+def _is_exact_cast(move: Move) -> bool:
+    """Returns whether a step is a cast that changes no value."""
+    if move.primitive.name != CAST:
+        return False
+    wide, narrow = move.params["new_dtype"], move.dtype
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
         return bool(wide == narrow)
     of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)

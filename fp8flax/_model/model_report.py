@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.plans.row import GemmSizes
@@ -94,13 +94,16 @@ SEE_AUDIT = " For any other function, fp8flax.audit reads the compiled program."
 
 
 def table_of(
-    counts: Counter[tuple[str, GemmSizes]], decided: Mapping[str, tuple[Site, Decision]]
+    counts: Counter[tuple[str, GemmSizes]],
+    decided: Mapping[str, tuple[Site, Decision]],
+    unseen: Sequence[str] = (),
 ) -> ModelReport:
     """Returns the report of a model.
 
     Args:
         counts: how often each contraction runs with these sizes, by the key of the contraction.
         decided: the contractions and the decisions of the rules, by the same keys.
+        unseen: as in ``ModelReport``.
     """
     rows = []
     for (key, sizes), count in counts.items():
@@ -118,4 +121,4 @@ def table_of(
                 flops=count * sizes.flops,
             )
         )
-    return ModelReport(rows=tuple(rows))
+    return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

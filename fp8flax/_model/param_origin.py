@@ -1,16 +1,17 @@
 """Finds the parameters that a value of a model comes from, and how the model moved and cast them.
 
 ``ParamOrigins.follow`` is called for each primitive that a call of a model computes. For each value it
-records an ``Origin``: the parameters that the value is made of, and a function that makes the value from
-other arrays in their places. The function applies casts, slices, transposes and concatenations in any
-order. So the kernel of a contraction has a name, and its FP8 codes can replace the parameters.
+records an ``Origin``: the parameters that the value is made of, and the casts, slices, transposes and
+reshapes that made the value from one parameter. So the kernel of a contraction has a name, and its FP8
+codes can take the place of the parameter.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.core
@@ -19,18 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.names import PARAMS
 from fp8flax._core.state.tree import key_name
+from fp8flax._linen.conversion import conversion
 from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
 
-_PARAMETER = "parameter"
-"""The ``Move.primitive`` of an unchanged parameter."""
 # Linen's transformations pass the flags of a scope on to the scopes that they make.
 _MARK = "fp8flax"
 """The flag that holds the ``ParamOrigins`` of the calls that a scope belongs to."""
-_MAPPED = "fp8flax_mapped"
-"""The flag for two sets of paths: parameters that ``nn.map_variables`` made, and those it made them of."""
-_NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
 
 
 class Source(NamedTuple):
@@ -42,47 +39,56 @@ class Source(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The last of the steps that made a value from parameters."""
+    """A step that moved or cast a value."""
 
-    primitive: str
-    """The name of the primitive; ``_PARAMETER`` for an unchanged parameter."""
+    primitive: Any
     params: dict[str, Any]
-    """The parameters of the primitive. ``"of"`` is the shape of its first operand. A cast also has
-    ``"from"``, the dtype of its operand."""
     result: int
     """The index of the value among the results of the primitive."""
-    operands: tuple[Move, ...]
-    """The steps that made the operands of the primitive from parameters."""
+    shape: tuple[int, ...]
+    """The shape of the operand."""
+    dtype: Any
+    """The dtype of the operand."""
 
 
 class Origin(NamedTuple):
     """The parameters that a value comes from, if it comes from nothing else."""
 
     sources: tuple[Source, ...]
-    """The parameters, in the order of ``rebuild``."""
-    rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
-    """Makes the value from arrays in the places of the parameters; None if arithmetic or
-    ``nn.map_variables`` made the value.
+    moves: tuple[Move, ...] | None
+    """The steps that made the value from one parameter; None if it is joined of several.
 
-    The second argument says whether casts are applied."""
-    moves: Move
-    """The steps that made the value from the parameters, without arithmetic that keeps the shape."""
+    For a result of arithmetic they are the steps of the first operand that has the shape of the result, or
+    None."""
+    rank: int = 0
+    """The number of dimensions of the parameter that ``moves`` begin with."""
+    is_moved: bool = True
+    """Whether neither arithmetic nor ``nn.map_variables`` made the value."""
 
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, at most cast."""
-        return self._is_parameter_after(lambda move: move.primitive in CASTS)
+        moves = self.moves
+        return self.is_moved and moves is not None and all(m.primitive.name in CASTS for m in moves)
 
     @property
     def is_whole_parameter(self) -> bool:
         """Whether the value holds each element of one parameter once, in any order and shape."""
-        return self._is_parameter_after(lambda move: move.primitive in BIJECTIONS or _only_adds_dims(move))
+        moves = self.moves
+        return self.is_moved and moves is not None and all(map(_is_bijection, moves))
 
-    def _is_parameter_after(self, is_allowed: Callable[[Move], bool]) -> bool:
-        move = self.moves
-        while is_allowed(move):
-            (move,) = move.operands
-        return move.primitive == _PARAMETER and self.rebuild is not None
+    def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
+        """Makes the value of a whole parameter from an array in the place of the parameter.
+
+        Args:
+            array: the array.
+            casts: whether casts are applied.
+        """
+        assert self.is_whole_parameter
+        for move in self.moves or ():
+            if move.primitive.name != CAST or casts:
+                array = move.primitive.bind(array, **move.params)
+        return array
 
     def into_parameter(self, values: jax.Array) -> jax.Array:
         """Moves bytes from the places of the value to the places of the parameter that it was made of.
@@ -90,10 +96,9 @@ class Origin(NamedTuple):
         This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs floats, and
         bfloat16 holds every byte exactly.
         """
-        rebuild = self.rebuild
-        assert rebuild is not None
         like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
-        (result,) = jax.linear_transpose(lambda x: rebuild((x,), False), like)(values.astype(jnp.bfloat16))
+        back = jax.linear_transpose(partial(self.rebuild, casts=False), like)
+        (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(jnp.uint8)
 
     def part(self, summed: Sequence[int]) -> str:
@@ -107,42 +112,41 @@ class Origin(NamedTuple):
         Args:
             summed: the dimensions of the value over which a contraction sums.
         """
-        chain = [self.moves]
-        while chain[-1].primitive != _PARAMETER:
-            if len(chain[-1].operands) != 1:
-                return ""
-            chain.append(chain[-1].operands[0])
-        rank = len(chain.pop().params["of"])
-        axes: list[int] | None = list(range(rank))
+        if self.moves is None:
+            return ""
+        axes: list[int] | None = list(range(self.rank))
         text = ""
-        for name, params, index, _ in reversed(chain):
+        for move in self.moves:
+            name, params = move.primitive.name, move.params
             if axes is None or name in ("broadcast_in_dim", "reshape"):
                 axes = None
             elif name == "transpose":
                 axes = [axes[i] for i in params["permutation"]]
             elif name == "squeeze":
                 axes = [axis for i, axis in enumerate(axes) if i not in params["dimensions"]]
-            text += _range_of(name, params, index)
-        if axes and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
+            text += _range_of(move)
+        if axes and len(axes) > 1 and self.rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
 
 
-def _only_adds_dims(move: Move) -> bool:
-    """Returns whether a step adds dimensions of size 1, as ``w[None]`` does."""
-    shape, of = move.params.get("shape", ()), move.params["of"]
-    return move.primitive == "broadcast_in_dim" and math.prod(shape) == math.prod(of)
+def _is_bijection(move: Move) -> bool:
+    """Returns whether a step keeps each value once; ``w[None]`` is a broadcast that does."""
+    if move.primitive.name == "broadcast_in_dim":
+        return math.prod(move.params["shape"]) == math.prod(move.shape)
+    return move.primitive.name in BIJECTIONS
 
 
-def _range_of(name: str, params: dict[str, Any], index: int) -> str:
+def _range_of(move: Move) -> str:
     """Returns the ranges of a slice or a split as text; dimensions that it takes whole are left out."""
-    if name == "split":
-        start = sum(params["sizes"][:index])
-        return f"-{start}-{start + params['sizes'][index]}"
-    if name != "slice":
+    params = move.params
+    if move.primitive.name == "split":
+        start = sum(params["sizes"][: move.result])
+        return f"-{start}-{start + params['sizes'][move.result]}"
+    if move.primitive.name != "slice":
         return ""
-    limits, shape = params["limit_indices"], params["of"]
-    ranges = [(a, b) for a, b, size in zip(params["start_indices"], limits, shape) if (a, b) != (0, size)]
+    limits = zip(params["start_indices"], params["limit_indices"], move.shape)
+    ranges = [(a, b) for a, b, size in limits if (a, b) != (0, size)]
     return "".join(f"-{a}" if b == a + 1 else f"-{a}-{b}" for a, b in ranges)
 
 
@@ -175,13 +179,8 @@ class ParamOrigins:
         self._constants = _ByIdentity()
         self._known = _ByIdentity()
         """For each root scope, how many of its parameters were recorded."""
-        self._elsewhere = _ByIdentity()
-        """For each value from a variable outside of ``params``, the path of the first such variable."""
-        self._known_elsewhere = _ByIdentity()
-        """For each root scope, how many of these variables were recorded."""
         self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that something else than an FP8 op or a movement reads, and those of an op with
-        several kernels."""
+        """The parameters that something else than an FP8 op or a movement reads."""
 
     def of(self, value: Any, scope: Any) -> Origin | None:
         """Returns the origin of a value in a scope's parameters; None if it comes from anything else."""
@@ -193,18 +192,11 @@ class ParamOrigins:
             found = self._origins.get(value)
         return found
 
-    def elsewhere(self, value: Any, scope: Any) -> str | None:
-        """Returns the path of the first variable outside of ``params`` that a value comes from.
-
-        None if the value comes from no such variable, or from anything that is no variable.
-        """
-        self._look_elsewhere(scope.root)
-        path: str | None = self._elsewhere.get(value)
-        return path
-
     def mark(self, scope: Any) -> None:
         """Marks a scope, and all scopes that Linen makes from it, as scopes of the model."""
-        _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
+        marks = (*scope.flags.get(_MARK, ()), self)
+        for one in (scope, scope.root):
+            one.flags = flax.core.freeze({**one.flags, _MARK: marks})
 
     def has_place(self, root: Any) -> bool:
         """Returns whether the variables of a root scope are those of the model, which can hold state."""
@@ -219,48 +211,11 @@ class ParamOrigins:
         if self._known.get(root) == count:
             return
         self._known.set(root, count)
-        mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
+        # ``follow`` may not have seen how ``nn.map_variables`` made a parameter. So nothing is known of it.
+        is_moved = not conversion().in_map
         for source, leaf in _params_in(root):
             if self._origins.get(leaf) is None:
-                rebuild = None if source.path in mapped else _first
-                moves = Move(_PARAMETER, {"of": leaf.shape}, 0, ())
-                self._origins.set(leaf, Origin((source,), rebuild, moves))
-                if rebuild is None:
-                    self.used_otherwise |= made_of
-
-    def _look_elsewhere(self, root: Any) -> None:
-        """Records the other variables of a root scope: those before the call; at ``init`` all new ones."""
-        collections = root.variables()
-        # Only variables from before the call count: a cache that the model writes holds activations.
-        known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
-        if (known is not None and not is_init) or not self.has_place(root):
-            return
-        names = [name for name in collections if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
-        others = {name: nn.meta.unbox(collections[name]) for name in names}
-        leaves = jax.tree_util.tree_flatten_with_path(others)[0]
-        if known == len(leaves):
-            return
-        self._known_elsewhere.set(root, len(leaves))
-        for path, leaf in leaves:
-            name, *rest = (str(key_name(key)) for key in path)
-            self._elsewhere.set(leaf, "/".join((name, *root.path, *rest)))
-
-    def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
-        """Records the parameters that ``nn.map_variables`` makes, because ``follow`` may not see how.
-
-        Args:
-            scope: the scope whose variables it maps.
-            given: the variables that it maps.
-            mapped: the scope with the mapped variables.
-        """
-        before, after = jax.tree.leaves(given), _params_in(mapped.root)
-        old, new = {id(leaf) for leaf in before}, {id(leaf) for _, leaf in after}
-        paths, made_of = mapped.flags.get(_MAPPED, _NOTHING)
-        paths |= {source.path for source, leaf in after if id(leaf) not in old}
-        lost = [self.of(leaf, scope) for leaf in before if id(leaf) not in new]
-        made_of |= {source.path for found in lost if found is not None for source in found.sources}
-        if paths:
-            _set_flag(mapped, _MAPPED, (paths, made_of))
+                self._origins.set(leaf, Origin((source,), (), leaf.ndim, is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Records the origins of the results of a primitive, and the parameters that it reads."""
@@ -270,7 +225,6 @@ class ParamOrigins:
                 self._constants.set(result, True)
             return
         origins = [self.of(x, scope) for x in operands]
-        self._follow_elsewhere(operands, origins, results, scope)
         made_of = [origin for origin in origins if origin is not None]
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         uses = uses_of(primitive, params, len(operands), len(results))
@@ -280,26 +234,14 @@ class ParamOrigins:
         for i, (result, returned) in enumerate(zip(results, uses.returns)):
             if returned is not None:
                 origin = origins[returned]
-            elif is_moved and all(d.rebuild is not None for d in made_of):
+            elif is_moved and all(d.is_moved for d in made_of):
                 origin = _moved(primitive, params, operands[0], made_of, i)
             elif all(d is not None or self._is_constant(x, scope) for x, d in zip(operands, origins)):
-                origin = _computed(primitive, operands, origins, result, i)
+                origin = _computed(operands, origins, result)
             else:
                 origin = None
             if origin is not None:
                 self._origins.set(result, origin)
-
-    def _follow_elsewhere(
-        self, operands: Sequence[Any], origins: Sequence[Origin | None], results: Any, scope: Any
-    ) -> None:
-        """Records results that come from variables only, if one of these is outside of ``params``."""
-        paths = [self.elsewhere(x, scope) for x in operands]
-        path = next((path for path in paths if path is not None), None)
-        known = zip(operands, paths, origins)
-        if path is None or not all(p or d or self._is_constant(x, scope) for x, p, d in known):
-            return
-        for result in results:
-            self._elsewhere.set(result, path)
 
     def _is_constant(self, value: Any, scope: Any) -> bool:
         """Returns whether a value is a number in the source of the model, or computed from such numbers.
@@ -331,44 +273,21 @@ def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Ori
         made_of: the origins of its operands.
         index: the index of the result.
     """
-
-    def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
-        operands, rest = [], arrays
-        for d in made_of:
-            assert d.rebuild is not None
-            operands.append(d.rebuild(rest[: len(d.sources)], casts))
-            rest = rest[len(d.sources) :]
-        if primitive.name == CAST and not casts:
-            return operands[0]
-        result = primitive.bind(*operands, **params)
-        return result[index] if primitive.multiple_results else result
-
-    known = {**params, "of": first.shape}
-    if primitive.name == CAST:
-        known["from"] = first.dtype
-    move = Move(primitive.name, known, index, tuple(d.moves for d in made_of))
-    return Origin(_sources_of(made_of), rebuild, move)
+    moves = made_of[0].moves if len(made_of) == 1 else None
+    if moves is not None:
+        moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
+    return Origin(_sources_of(made_of), moves, made_of[0].rank)
 
 
-def _computed(
-    primitive: Any, operands: Any, origins: list[Origin | None], result: Any, index: int
-) -> Origin:
+def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origin:
     """Returns the origin of a result of arithmetic with parameters and numbers.
 
     Its moves are those of the first operand of the same shape, so that ``Origin.part`` names both alike.
     """
-    alike = (d.moves for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape)
-    move = next(alike, Move(primitive.name, {}, index, ()))
-    return Origin(_sources_of([d for d in origins if d is not None]), None, move)
-
-
-def _first(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
-    return arrays[0]
-
-
-def _set_flag(scope: Any, name: str, value: Any) -> None:
-    for one in (scope, scope.root):
-        one.flags = flax.core.freeze({**one.flags, name: value})
+    made_of = [d for d in origins if d is not None]
+    alike = [d for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape]
+    moves, rank = (alike[0].moves, alike[0].rank) if alike else (None, 0)
+    return Origin(_sources_of(made_of), moves, rank, is_moved=False)
 
 
 def _params_in(root: Any) -> list[tuple[Source, Any]]:

@@ -68,7 +68,8 @@ def quantize_model(
         form: form of the matmuls: ``"direct"``, or ``"qdq"``, which takes ``DelayedScaling``, can be
             differentiated twice and is never faster; see ``Fp8DotGeneralOp``. Convolutions have one form.
         products: whether to convert products of two activations too, such as the two of attention. Their
-            state is that of an op with the second activation as its kernel.
+            state is that of an op with the second activation as its kernel. A kernel in another collection
+            than ``params`` counts as an activation.
 
     Returns:
         A module of a subclass of ``type(model)``, equal for equal arguments; ``report`` lists what is

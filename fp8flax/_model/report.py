@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from typing import Any
@@ -12,7 +11,7 @@ import flax.linen as nn
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
 from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.row import GemmSizes
-from fp8flax._linen.conversion import reporting
+from fp8flax._linen.conversion import counting
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
@@ -56,22 +55,21 @@ def report(model: nn.Module, *args: Any, **kwargs: Any) -> ModelReport:
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, "flax.linen", "report", SEE_AUDIT)
-    with reporting(counting=True):
+    with counting():
         shapes, _ = eval_init(model, args, kwargs)
         program = trace_apply(model, shapes, args, kwargs)
-    by_scope = {found.scope: found for found in seen_of(model).sites}
+    decided = {site.scope: (site, decision) for site, decision in seen_of(model).decided}
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for row, one in contractions_in(program):
         eqn, scopes = one.eqn, one.scopes
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
         lhs, rhs, *more = (var.aval for var in eqn.invars)
-        if scope in by_scope:
+        if scope in decided:
             sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(eqn.params))
-            if by_scope[scope].is_swapped:
+            if decided[scope][0].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
         elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
             unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
-    decided = {scope: (found.site, found.decision) for scope, found in by_scope.items()}
-    return dataclasses.replace(table_of(counts, decided), unseen=tuple(unseen))
+    return table_of(counts, decided, unseen)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.names import COUNTED
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.plans.dot_general import FORMS
 from fp8flax._core.plans.row import GemmSizes, OpRow
@@ -59,8 +61,19 @@ class Site(NamedTuple):
     """False for a convolution that cannot be computed as a matmul."""
     impossible: str | None = None
     """The reason why no FP8 op can compute the contraction; None if one can."""
-    elsewhere: str | None = None
-    """The path of a variable outside of ``params`` that is an operand of the contraction."""
+    name: str = ""
+    """The name of the op in its module, if one computes the contraction; empty for a layer of NNX."""
+    is_swapped: bool = False
+    """Whether the kernel is the left operand in the model."""
+
+    @property
+    def scope(self) -> str:
+        """The name of the scope by which ``report`` finds the contraction in a program.
+
+        The name is the same in each trace.
+        """
+        text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
+        return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
 
 class Decision(NamedTuple):
@@ -72,6 +85,17 @@ class Decision(NamedTuple):
     reason: str
     rule: int | None = None
     """The index in ``Rules.patterns`` of the pattern that decided; None if none did."""
+
+
+Decided = Sequence[tuple[Site, Decision]]
+"""The contractions of a model, with the decisions of the rules."""
+
+NOTHING_SEEN = (
+    "The model's methods compute no contraction that quantize_model looks into. Layers with an op of their "
+    "own, such as Flax's FP8 ops, keep it: leave out their dot_general_cls to have them converted. "
+    "quantize_model looks into Linen's nn.scan and nn.remat, but not into JAX's own lax.scan, "
+    "jax.checkpoint and custom derivatives."
+)
 
 
 def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
@@ -162,6 +186,35 @@ class Rules:
         reason = self._impossible(site) or _left_by_default(site)
         return Decision(reason is None, self.recipe, reason or "by default")
 
+    def check_matched(self, decided: Decided) -> None:
+        """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
+        used = {decision.rule for _, decision in decided}
+        unmatched = ", ".join(text for i, text in enumerate(self.patterns) if i not in used)
+        if not unmatched or self.allow_unmatched:
+            return
+        if not decided:
+            raise ValueError(f"No contraction was found for {unmatched}. {NOTHING_SEEN}")
+        paths = ", ".join(sorted({site.path or "(the model itself)" for site, _ in decided}))
+        raise ValueError(
+            f"No contraction was the first to match {unmatched}. The modules with contractions are: "
+            f"{paths}. Correct the pattern, or pass allow_unmatched=True."
+        )
+
+    def why_unconverted(self, decided: Decided) -> str:
+        """Returns a message: why the rules convert none of these contractions, and what to do."""
+        if not decided:
+            return NOTHING_SEEN
+        reasons = sorted({f"{site.path or 'the model'}: {decision.reason}" for site, decision in decided})
+        patterns = tuple(rule for rule in self.rules if not callable(rule))
+        everything = dataclasses.replace(self, rules=patterns, include=(".*",))
+        advice = ""
+        if self.include is None and any(everything.decide(site).converts for site, _ in decided):
+            advice = " include=r'.*' converts all layers, small ones too."
+        return (
+            f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
+            f"{'; …' if len(reasons) > 8 else ''}.{advice}"
+        )
+
     def _outcome(self, outcome: Any, who: str, number: int | None, site: Site) -> Decision:
         if isinstance(outcome, str):
             return Decision(False, None, f"left by {who}", number)
@@ -175,8 +228,6 @@ class Rules:
         if site.kind == "parameters":
             return "a product of two parameters"
         if site.kind == "product" and not self.products:
-            if site.elsewhere is not None:
-                return f"a product with {site.elsewhere}, not in params (products=True converts it)"
             return "a product of two activations (products=True converts them)"
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None

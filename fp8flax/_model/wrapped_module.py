@@ -80,7 +80,7 @@ class _Converted(AroundCalls):
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
         with converting(calls=(*calls, call)):
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            with call.interception.active():  # also around setup, which Linen runs before the method
+            with call.active():  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
             call.finish(self, name)
         return result

@@ -13,7 +13,6 @@ import numpy as np
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import Call, Seen, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
@@ -147,8 +146,7 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
         ValueError: no FP8 op was recorded.
     """
     if args or kwargs:
-        with reporting():
-            trace_apply(base, jax.eval_shape(lambda v: v, variables), args, kwargs)
+        trace_apply(base, jax.eval_shape(lambda v: v, variables), args, kwargs)
     seen = seen_of(base)
     if not seen.ops:
         raise ValueError(

@@ -26,11 +26,11 @@ def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, st
 
     def reason_of(found: SeenOp, gemms: CustomRecipe) -> str | None:
         quantizer, kernel = gemms.forward.rhs, found.kernel
-        if found.others:
+        if found.has_several_kernels:
             return "one op multiplies by it and by others"
         if quantizer is None or kernel is None:
             return ""
-        if kernel.rebuild is None:
+        if not kernel.is_moved:
             return "it is computed from parameters"
         if any(source.path in seen.used_otherwise for source in kernel.sources):
             return "something else than an FP8 op reads it too"
@@ -50,7 +50,7 @@ def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, st
 
 def params_of(found: SeenOp) -> list[Path]:
     """Returns the paths of the parameters that an op multiplies by."""
-    return [*found.others, *(source.path for source in (found.kernel.sources if found.kernel else ()))]
+    return [source.path for source in (found.kernel.sources if found.kernel else ())]
 
 
 def stored(
@@ -80,8 +80,7 @@ def stored(
         if parameter is None:
             return None, scales
         assert origin is not None
-        assert origin.rebuild is not None
-        wide = origin.rebuild((parameter,), True)
+        wide = origin.rebuild(parameter)
         codes, scale = stored_kernel(found.op.row, recipe, lhs, arguments, wide, scales.get("kernel"))
         bits = origin.into_parameter(jax.lax.bitcast_convert_type(codes, jnp.uint8))
         return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, "kernel": scale}

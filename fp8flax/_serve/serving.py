@@ -90,7 +90,7 @@ class ServingCall(Call):
         **keywords: Any,
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
-        if self.interception.is_apart:
+        if self.is_apart:
             return compute(lhs, rhs, *rest, **keywords)
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
@@ -129,8 +129,7 @@ class ServingCall(Call):
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        assert origin.rebuild is not None
-        codes = origin.rebuild((op.get_variable(SERVED, CODES),), False)
+        codes = origin.rebuild(op.get_variable(SERVED, CODES), casts=False)
         return codes, op.get_variable(SERVED, KERNEL_SCALE)
 
 

@@ -172,7 +172,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
     for keys, op in nnx.iter_graph(copy):
         if isinstance(op, Fp8Op):
-            op._conversion = None  # report takes only models that quantize_model returned
+            op._reason = ""  # report takes only models that quantize_model returned
             if weight_only:
                 op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
             wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)

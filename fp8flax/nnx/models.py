@@ -17,13 +17,11 @@ from jax import lax
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe
-from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
-from fp8flax._model.rules import Rules, Site
+from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
@@ -100,13 +98,11 @@ class LeftWide:
 
     scope: str
     plain: Callable[..., jax.Array]
-    conversion: _Conversion | None = None
-    """The conversion of the model, if no layer has an op that holds it; otherwise None."""
+    reason: str
+    """The reason why the layer is not converted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Computes the layer without FP8; raises ``ValueError`` if no layer of the model is converted."""
-        if self.conversion is not None:
-            raise ValueError(self.conversion.unconverted)
+        """Computes the layer without FP8."""
         with jax.named_scope(self.scope or "model"), jax.named_scope(NOT_CONVERTED):
             return self.plain(*args, **kwargs)
 
@@ -127,10 +123,13 @@ class Layer(NamedTuple):
         return found if isinstance(found, Fp8Op) else None
 
     @property
-    def left(self) -> LeftWide | None:
-        """The ``LeftWide`` of the layer, if ``quantize_model`` left it wide; otherwise None."""
+    def decision(self) -> Decision:
+        """The decision of ``quantize_model`` about the layer."""
         found = getattr(self.module, self.kind.field)
-        return found if isinstance(found, LeftWide) else None
+        if isinstance(found, Fp8Op):
+            return Decision(True, found.recipe, found._reason)
+        reason = found.reason if isinstance(found, LeftWide) else self.site.impossible
+        return Decision(False, None, reason or "not converted")
 
     @property
     def takes_codes(self) -> bool:
@@ -181,41 +180,15 @@ def _why_impossible(module: Any, kind: Kind, is_stacked_first: bool) -> str | No
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
-    """Returns whether a convolution is a matmul.
+    """Returns whether a convolution is a matmul for inputs of any size, because no windows overlap."""
 
-    The size of its input is not known. It is set so large that each window fits into the input.
-    """
-    ndim = len(layer.kernel_size)
-
-    def each(value: Any) -> tuple[Any, ...]:
+    def each(value: Any) -> tuple[int, ...]:
         value = 1 if value is None else value
-        return (value,) * ndim if isinstance(value, int) else tuple(value)
+        return (value,) * len(layer.kernel_size) if isinstance(value, int) else tuple(value)
 
-    strides, dilation = each(layer.strides), each(layer.input_dilation)
-    kernel_dilation = each(layer.kernel_dilation)
-    sizes = [4 * s * ((k - 1) * d + 1) for k, d, s in zip(layer.kernel_size, kernel_dilation, strides)]
-    x = jax.ShapeDtypeStruct((1, *sizes, layer.in_features), jnp.float32)
-    kernel = jax.ShapeDtypeStruct(tuple(layer.kernel_shape), jnp.float32)
-    spatial = range(ndim)
-    channels_last = (0, ndim + 1, *(i + 1 for i in spatial))
-    numbers = lax.ConvDimensionNumbers(channels_last, (ndim + 1, ndim, *spatial), channels_last)
-    padding = layer.padding
-    if not isinstance(padding, str):
-        padding = [(p, p) if isinstance(p, int) else tuple(p) for p in each(padding)]
-    elif padding not in ("SAME", "SAME_LOWER", "VALID"):
-        padding = "VALID"  # NNX pads the input before the convolution
-    groups = layer.feature_group_count
-    return is_matmul(x, kernel, strides, padding, dilation, kernel_dilation, numbers, groups, 1, None)
-
-
-class _Conversion(NamedTuple):
-    """The options of ``quantize_model``. Each op holds them, because the model has no field for them."""
-
-    rules: Rules
-    kept: frozenset[str]
-    """The paths of the layers that kept the ops which they had before."""
-    unconverted: str = ""
-    """A message: why no layer has an op, and what to do. Empty if a layer has one."""
+    windows = zip(layer.kernel_size, each(layer.kernel_dilation), each(layer.strides))
+    are_apart = all((size - 1) * dilation < stride for size, dilation, stride in windows)
+    return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
 
 
 def quantize_model(
@@ -255,14 +228,13 @@ def quantize_model(
         form: form of the matmuls, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Returns:
-        A model of the same type; ``report`` lists what is converted and why. If nothing is converted,
-        calling the model raises ``ValueError``, as ``init`` of a Linen model does.
+        A model of the same type; ``report`` lists what is converted and why.
 
     Raises:
         TypeError: ``model`` is not an NNX module, a recipe is not a ``Recipe``, or ``allow_unmatched`` is
             not a bool.
         ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
-            pattern matched nothing; or no layer can be converted.
+            pattern matched nothing; or nothing is converted.
 
     Example:
         >>> from flax import nnx
@@ -279,21 +251,13 @@ def quantize_model(
     """
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "quantize_model")
-    made = [
-        f"the op at {'/'.join(map(str, path))!r}"
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, Fp8Op) and node._conversion is not None
-    ]
-    made += [
-        f"the layer at {layer.site.path!r}"
-        for layer in layers_of(model)
-        if layer.left is not None and layer.left.conversion is not None
-    ]
-    if made:
-        raise ValueError(
-            f"{type(model).__name__} is converted already, or a part of it: {made[0]} comes from "
-            "quantize_model. Call it once, on the whole model without conversions, with all rules at once."
-        )
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Fp8Op) and node._reason:
+            raise ValueError(
+                f"{type(model).__name__} is converted already, or a part of it: the op at "
+                f"{'/'.join(map(str, path))!r} comes from quantize_model. Call it once, on the whole model "
+                "without conversions, with all rules at once."
+            )
     options = Rules(
         recipe=recipe,
         include=include,
@@ -310,49 +274,33 @@ def quantize_model(
             f"The model has no layer that takes an op: none of {names}. In a module that writes out its "
             "matmuls, call an op yourself: fp8flax.nnx.Fp8DotGeneralOp()."
         )
-    decisions = [options.decide(layer.site) for layer in layers]
-    seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]
-    check_matched(options, seen)
-    unconverted = None
-    if not any(decision.converts for decision in decisions) and not any(_named_ops(copy, layers)):
-        unconverted = _Conversion(options, frozenset(), why_unconverted(options, seen))
-        if all(layer.site.impossible is not None for layer in layers):
-            raise ValueError(unconverted.unconverted)
+    decided = [(layer.site, options.decide(layer.site)) for layer in layers]
+    options.check_matched(decided)
     # A layer keeps the op that it had, gets a new op, or gets a ``LeftWide``. A layer that cannot take an
     # op stays as it is.
-    kept = set()
-    for layer, decision in zip(layers, decisions):
+    for layer, (site, decision) in zip(layers, decided):
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
-            kept.add(layer.site.path)
-        elif decision.converts:
+            continue
+        if decision.converts:
             row = layer.kind.row
             op = Fp8Op._for_row(row)(recipe=decision.recipe, **({"form": form} if row.has_form else {}))
-            _stack(op, layer.stacked)
+            op._reason = decision.reason
+            for value in vars(op).values():
+                if isinstance(value, OverwriteWithGradient):
+                    array = value.get_value()
+                    value.set_value(jnp.broadcast_to(array, (*layer.stacked, *array.shape)))
             setattr(layer.module, layer.kind.field, nnx.data(op))
-        elif layer.op is None and layer.site.impossible is None:
-            left = LeftWide(layer.site.path, layer.kind.plain or lax.dot_general, unconverted)
+        elif site.impossible is None:
+            left = LeftWide(site.path, layer.kind.plain or lax.dot_general, decision.reason)
             setattr(layer.module, layer.kind.field, nnx.static(left))
-    conversion = _Conversion(options, frozenset(kept))
-    for op, name in _named_ops(copy, layers):
-        op._scope = name
-        op._conversion = nnx.static(conversion)
+    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers)}
+    ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
+    if not ops:
+        raise ValueError(options.why_unconverted(decided))
+    for path, op in ops:
+        op._scope = of_layers.get(id(op), "/".join(map(str, path)))
+        op._reason = op._reason or "an op of its own"
     return copy
-
-
-def _named_ops(model: nnx.Module, layers: list[Layer]) -> Iterator[tuple[Fp8Op, str]]:
-    """Yields the ops of a model with their names; the op of a layer has the path of the layer."""
-    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers) if layer.op is not None}
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, Fp8Op):
-            yield node, of_layers.get(id(node), "/".join(map(str, path)))
-
-
-def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
-    """Broadcasts the state of an op to these additional leading axes."""
-    for value in vars(op).values():
-        if isinstance(value, OverwriteWithGradient):
-            array = value.get_value()
-            value.set_value(jnp.broadcast_to(array, (*stacked, *array.shape)))
 
 
 def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
@@ -360,12 +308,11 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
 
     Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
     ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
-    it counts once. A layer with an op that does not run is listed with 0 times. Matmuls that modules write
-    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. What a GPU runs is in the
-    compiled program: see ``fp8flax.audit``.
+    it counts once. Matmuls that modules write out are not listed, nor is ``Fp8RaggedDotOp``, which is an
+    FP8 op already. What a GPU runs is in the compiled program: see ``fp8flax.audit``.
 
     Args:
-        model: the model that ``quantize_model`` returned.
+        model: the model that ``quantize_model`` returned, or a part of it.
         *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
         **kwargs: keyword inputs of the model.
 
@@ -389,25 +336,13 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
         1 of 1 contractions are converted (100.0 % of their FLOPs).
     """
     copy = nnx.clone(model)
-    layers = list(layers_of(copy))
-    made = [(op._conversion, op._scope == name) for op, name in _named_ops(copy, layers)]
-    left = [(layer.left, layer.site.path) for layer in layers if layer.left is not None]
-    made += [(one.conversion, one.scope == path) for one, path in left if one.conversion is not None]
-    conversion, is_whole = made[0] if made else (None, False)
-    # In a part of a converted model, the ops have the names that they had in the whole model.
-    if conversion is None or not is_whole:
+    if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(copy)):
         raise wrong_model(model, "come from fp8flax.nnx.quantize_model", "flax.nnx", "report", SEE_AUDIT)
-    rules, kept, _ = conversion
     counts: Counter[tuple[str, GemmSizes]] = Counter()
-    sites, idle = {}, []
-    for layer in layers:
-        site, decision = layer.site, rules.decide(layer.site)
-        if layer.op is not None:
-            idle.append(site.path)
-        if layer.op is not None and site.path in kept:
-            decision = decision._replace(converts=True, recipe=layer.op.recipe, reason="an op of its own")
-        sites[site.path] = site, decision
-        counting = calling(layer.kind.row.call, _Counting(counts, site.path, layer.kind.row))
+    decided = {}
+    for layer in list(layers_of(copy)):
+        decided[layer.site.path] = layer.site, layer.decision
+        counting = calling(layer.kind.row.call, _counting(counts, layer))
         setattr(layer.module, layer.kind.field, nnx.static(counting))
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
@@ -418,24 +353,15 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
 
     with needing_inputs(args, kwargs):
         jax.eval_shape(call, state, arrays)
-    called = {path for path, _ in counts}
-    for path in idle:
-        if path not in called:
-            site, decision = sites[path]
-            sites[path] = site, decision._replace(converts=False, reason="its op is never called")
-            counts[path, site.sizes._replace(m=0)] = 0
-    return table_of(counts, sites)
+    return table_of(counts, decided)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Counting:
-    """Computes an op without FP8, and counts the calls by the sizes of their GEMMs."""
+def _counting(counts: Counter[tuple[str, GemmSizes]], layer: Layer) -> Callable[..., jax.Array]:
+    """Returns a function that computes a layer's op without FP8, and counts the calls by their sizes."""
+    row, path = layer.kind.row, layer.site.path
 
-    counts: Counter[tuple[str, GemmSizes]]
-    path: str
-    row: OpRow
+    def count(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
+        counts[path, row.sizes(lhs.shape, rhs.shape, *arguments)] += 1
+        return row.plain(lhs, rhs, *arguments, **keywords)
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
-        """Returns the result of the op."""
-        self.counts[self.path, self.row.sizes(lhs.shape, rhs.shape, *arguments)] += 1
-        return self.row.plain(lhs, rhs, *arguments, **keywords)
+    return count

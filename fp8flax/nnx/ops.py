@@ -50,15 +50,9 @@ except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
-def checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
-    # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
-    return _checked(out, kernel, scale) if scale.dtype == jnp.float32 else out
-
-
 @jax.custom_vjp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``out``; see ``checked``."""
+    """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
     return out
 
 
@@ -115,8 +109,8 @@ class Fp8Op(OpBase, nnx.Module):
         self._check_options()
         self._scope = ""
         """The path of the op in a model, for audits. NNX itself puts no names into programs."""
-        self._conversion: Any = None
-        """The options with which ``quantize_model`` made the model, for ``report``."""
+        self._reason = ""
+        """The reason why ``quantize_model`` gave the op to its layer, or left it there, for ``report``."""
         in_use = self._recipe_in_use()
         if in_use is None:  # FP8 is switched off
             return
@@ -142,10 +136,11 @@ class Fp8Op(OpBase, nnx.Module):
         if not delayed:
             return out
         scale = getattr(self, next(iter(delayed)) + SCALE).get_value()
-        return checked(out, rhs, scale)
+        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
+        return _checked(out, rhs, scale) if scale.dtype == jnp.float32 else out
 
     def _place(self) -> tuple[str, ...]:
-        if not self._scope and self._conversion is None:
+        if not (self._scope or self._reason):
             raise ValueError(
                 f"fp8flax.statistics needs the path of each op, and this {type(self).__name__} does not "
                 "know its path. Convert the model by fp8flax.nnx.quantize_model: ops that are there keep "

@@ -171,26 +171,6 @@ class Model(nn.Module):
         return nn.Dense(512, name="lm_head")(x)
 
 
-class Elsewhere(nn.Module):
-    """Kernels in collections of their own, one of them stacked by nn.scan; a cache; two activations."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(16)(x)
-        x = x @ self.variable("frozen", "half", jnp.ones, (16, 16), jnp.bfloat16).value.astype(x.dtype).T
-        codes = self.variable("frozen", "codes", jnp.ones, (16, 16), jnp.int8).value
-        scale = self.param("scale", nn.initializers.ones, (1, 16))
-        x = x @ (codes.astype(x.dtype) * scale)
-
-        def layer(module, x):
-            return x @ module.variable("stacked", "kernel", jnp.ones, (16, 16)).value, None
-
-        x, _ = nn.scan(layer, variable_axes={"stacked": 0}, length=3)(self, x)
-        seen = self.variable("cache", "seen", jnp.zeros, x.shape)
-        seen.value = seen.value + x
-        return x.T @ seen.value
-
-
 class KernelFirst(nn.Module):
     """Multiplies with the kernel as the left operand."""
 
@@ -206,27 +186,6 @@ def test_report_calls_the_kernels_columns_n_also_if_the_kernel_is_the_left_opera
 
 class TestReport:
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-
-    def test_kernels_in_other_collections_than_params(self):
-        x = jnp.ones((8, 16))
-        result = fp8.report(fp8.quantize_model(Elsewhere(), rules=[("Dense", "leave")]), x)
-        assert [row.reason for row in result.rows[1:]] == [
-            *(
-                f"a product with {path}, not in params (products=True converts it)"
-                for path in ("frozen/half", "frozen/codes", "stacked/kernel")
-            ),
-            "a product of two activations (products=True converts them)",
-        ]
-        assert [row.kernel for row in result.rows] == ["Dense_0/kernel", *4 * [None]]
-
-    def test_a_model_with_all_kernels_in_another_collection_says_so(self):
-        class Frozen(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x @ self.variable("frozen", "kernel", jnp.ones, (16, 16)).value
-
-        with pytest.raises(ValueError, match="frozen/kernel"):
-            fp8.quantize_model(Frozen()).init(jax.random.key(0), jnp.ones((8, 16)))
 
     def test_rows(self):
         model8 = fp8.quantize_model(Model(), rules=[("value", "leave")])
