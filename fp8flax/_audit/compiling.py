@@ -195,6 +195,17 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
+@contextlib.contextmanager
+def _ignoring_unread_cache() -> Iterator[None]:
+    """Hides JAX's warning that it cannot load a program for an absent GPU from its persistent cache.
+
+    JAX compiles the program again.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        yield
+
+
 @functools.cache
 def compiles_algorithms() -> bool:
     """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
@@ -215,7 +226,7 @@ def compiles_algorithms() -> bool:
         jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
 
     # In a thread of its own JAX has no context of the caller, such as a mesh.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, _ignoring_unread_cache():
         try:
             thread.submit(compile_dot).result()
         except jax.errors.JaxRuntimeError:
@@ -288,9 +299,7 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> j
         # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    with warnings.catch_warnings(), compiling_for(target.gpu):
-        # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+    with _ignoring_unread_cache(), compiling_for(target.gpu):
         compiled = _explained(
             lambda: lowered.compile(compiler_options=options or None),
             f"XLA cannot compile {name} for {target.name}",
