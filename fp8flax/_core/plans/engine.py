@@ -19,7 +19,6 @@ from fp8flax._core.plans.contraction import (
     on_automatic_axes,
     quantized_product,
 )
-from fp8flax._core.tracing import traced_once
 
 
 class _Residuals(NamedTuple):
@@ -36,7 +35,7 @@ class _Residuals(NamedTuple):
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
 # quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def run(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
@@ -52,7 +51,7 @@ def run(
     return product(*operands, extra, scales, None)
 
 
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _run_fwd(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
@@ -63,7 +62,7 @@ def _run_fwd(
     return out, _Residuals(kept, extra, scales, amaxes)
 
 
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _run_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals

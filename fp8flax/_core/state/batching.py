@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.choice_at_lowering import unless_cpu
-
 
 def stacking_key(axis: int, *trees: Any) -> Hashable:
     """Returns a key that is equal for trees that can be stacked: they have equal types and shardings.
@@ -98,7 +96,8 @@ def _alike(f: Callable[..., Any], axis: int, options: _Options, *args: Sequence[
 
     if num_trees == 1:
         return one_by_one(*args)
-    return unless_cpu(at_once, in_a_loop if options.loops else one_by_one, *map(list, args))
+    on_cpu = in_a_loop if options.loops else one_by_one
+    return lax.platform_dependent(*map(list, args), cpu=on_cpu, default=at_once)
 
 
 def _stack(trees: Sequence[Any]) -> Any:

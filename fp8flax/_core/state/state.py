@@ -49,7 +49,6 @@ from fp8flax._core.scaling import (
     scale_exponent,
 )
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.tracing import traced_once
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
 
@@ -235,7 +234,7 @@ def step_scales(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _step_scales(
     configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
 ) -> dict[str, jax.Array]:
@@ -243,7 +242,7 @@ def _step_scales(
     return scales_of(dict(configs), states)
 
 
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _step_scales_fwd(
     configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
 ) -> tuple[dict[str, jax.Array], Any]:
@@ -252,7 +251,7 @@ def _step_scales_fwd(
     return scales, (scales, {n: None if is_digest(state.scale) else state for n, state in states.items()})
 
 
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _step_scales_bwd(
     configs: tuple[tuple[str, DelayedConfig], ...], residuals: Any, amaxes: dict[str, jax.Array]
 ) -> tuple[dict[str, ScalingState]]:
