@@ -13,7 +13,7 @@ cotangents of its digest merge by maximum. ``leave`` computes the next states fr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
