@@ -101,8 +101,7 @@ def checked_states(plan: Contraction, states: States) -> _States:
     checked = {}
     for role in plan.configs:
         scale, amax_history = getattr(states, role)
-        stacked = plan.rhs.shape[:1] if role in plan.stacked else ()
-        checked[role] = as_state(scale, amax_history, stacked)
+        checked[role] = as_state(scale, amax_history, int(role in plan.stacked))
     return checked
 
 
