@@ -96,11 +96,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
 
-        def loss(variables: Any) -> Any:
-            return fun(variables, *args, **kwargs)
-
         def gradient(variables: Any) -> Any:
-            grads = jax.grad(loss, has_aux=has_aux, allow_int=True)(variables)
+            grads = jax.grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
             grads = grads[0] if has_aux else grads
             return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
 

@@ -17,7 +17,6 @@ from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.plans import ragged_dot
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference
 
