@@ -363,9 +363,7 @@ class TestRefused:
         with pytest.raises(TypeError, match=f"batches .*{got}"):
             fp8.calibrate(MODEL.apply, VARIABLES, batches)
 
-    @pytest.mark.parametrize(
-        ("has_aux", "wanted"), [(False, "scalar-output"), (True, "two-element tuple")]
-    )
+    @pytest.mark.parametrize(("has_aux", "wanted"), [(False, "scalar-output"), (True, "two-element tuple")])
     def test_no_loss(self, has_aux, wanted):
         with pytest.raises(TypeError, match=wanted):
             fp8.calibrate(lambda v, x: x, VARIABLES, [X], backward=True, has_aux=has_aux)

@@ -70,7 +70,8 @@ def contract(
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
     checked = {
-        role: as_state(*getattr(states, role), int(role in plan.stacked)) for role in plan.configs
+        role: as_state(*getattr(states, role), num_stacked=int(role in plan.stacked))
+        for role in plan.configs
     }
     if is_frozen:
         plan.warn(plan.recipe.forward)

@@ -45,7 +45,9 @@ def each_alike(
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, (axis, *each) in enumerate(zip(axes, *args)):
         leaves, treedef = jax.tree.flatten(each)
-        shardings = (None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves)
+        shardings = (
+            None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves
+        )
         groups[axis, treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, Any] = {}
     for (axis, *_), members in groups.items():
