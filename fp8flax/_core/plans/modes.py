@@ -69,10 +69,10 @@ def contract(
         plan = dataclasses.replace(plan, is_packed=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
-    checked = {
-        role: as_state(*getattr(states, role), num_stacked=int(role in plan.stacked))
-        for role in plan.configs
-    }
+    checked = {}
+    for role in plan.configs:
+        scale, amax_history = getattr(states, role)
+        checked[role] = as_state(scale, amax_history, int(role in plan.stacked))
     if is_frozen:
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
