@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -92,10 +93,9 @@ def quantize(
     q_dtype = as_fp8_dtype(q_dtype, "q_dtype")
     compute_dtype = _as_compute_dtype(compute_dtype)
     x = as_float_array(x, "x")
-    return saturated(divided(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
+    return saturated(_quotient(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
 
 
-@partial(jax.jit, inline=True)
 def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> Float[jax.Array, "*dims"]:
     """Returns ``x / scale``, written so that XLA for CPUs divides.
 
@@ -108,6 +108,12 @@ def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> 
     """
     dividend = lax.stop_gradient(x)  # the select must not add to the derivative with respect to x
     return x / jnp.where(dividend == scale, dividend, scale)
+
+
+@partial(jax.jit, inline=True)
+def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x / scale``: a plain division on GPUs, and ``divided`` on CPUs."""
+    return lax.platform_dependent(x, scale, cpu=divided, default=operator.truediv)
 
 
 def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
