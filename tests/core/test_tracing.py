@@ -1,4 +1,4 @@
-"""Equal layers are traced once."""
+"""``traced_once``: equal layers are traced once, and arguments pass through unchanged."""
 
 import re
 

@@ -19,6 +19,7 @@ from fp8flax._core.plans.contraction import (
     on_automatic_axes,
     quantized_product,
 )
+from fp8flax._core.tracing import traced_once
 
 
 class _Residuals(NamedTuple):
@@ -35,7 +36,7 @@ class _Residuals(NamedTuple):
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
 # quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def run(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
@@ -51,7 +52,7 @@ def run(
     return product(*operands, extra, scales, None)
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _run_fwd(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
@@ -62,7 +63,7 @@ def _run_fwd(
     return out, _Residuals(kept, extra, scales, amaxes)
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _run_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals

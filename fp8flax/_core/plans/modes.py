@@ -35,6 +35,7 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
 from fp8flax._core.state.state import as_state, scales_of, step_scales
+from fp8flax._core.tracing import traced_once
 
 
 def contract(
@@ -167,7 +168,7 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
     return on_automatic_axes(plan, quantized_product, plan.out_sharding)(lhs, rhs, extra, *fixed)

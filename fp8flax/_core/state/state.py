@@ -49,6 +49,7 @@ from fp8flax._core.scaling import (
     scale_exponent,
 )
 from fp8flax._core.shapes import Float, Float32, Shaped
+from fp8flax._core.tracing import traced_once
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
 
@@ -234,7 +235,7 @@ def step_scales(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _step_scales(
     configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
 ) -> dict[str, jax.Array]:
@@ -242,7 +243,7 @@ def _step_scales(
     return scales_of(dict(configs), states)
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _step_scales_fwd(
     configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
 ) -> tuple[dict[str, jax.Array], Any]:
@@ -251,7 +252,7 @@ def _step_scales_fwd(
     return scales, (scales, {n: None if is_digest(state.scale) else state for n, state in states.items()})
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _step_scales_bwd(
     configs: tuple[tuple[str, DelayedConfig], ...], residuals: Any, amaxes: dict[str, jax.Array]
 ) -> tuple[dict[str, ScalingState]]:
