@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import os
 import tempfile
+from types import SimpleNamespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The workers keep every core busy, so to split a program into threads costs an eighth of the time.
@@ -124,7 +125,9 @@ def stacking(monkeypatch):
     """Stacks the arrays of states, as programs for GPUs do. Programs for CPUs compute each by itself."""
     from fp8flax._core.state import batching
 
-    monkeypatch.setattr(batching, "unless_cpu", lambda otherwise, on_cpu, *args: otherwise(*args))
+    stacking_lax = SimpleNamespace(**vars(jax.lax))
+    stacking_lax.platform_dependent = lambda *args, cpu, default: default(*args)
+    monkeypatch.setattr(batching, "lax", stacking_lax)
     jax.clear_caches()
     yield
     jax.clear_caches()

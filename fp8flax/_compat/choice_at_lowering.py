@@ -1,12 +1,10 @@
-"""Chooses between two functions when a program is lowered: by its platform, or by its number of devices.
+"""Chooses between two functions when a program is lowered, by the number of devices it is for.
 
-Why: the fastest way to compute some values differs between a CPU, one GPU, and several GPUs over which XLA
-splits a program. While JAX traces a program, the package cannot know which of these the program is for: a
-mesh need not be set, and the devices may be on another machine. ``lax.platform_dependent`` chooses by the
-platform, but it traces both functions, and JAX carries both through all transformations. JAX has no public
-way to choose by the number of devices.
+Why: some GPU kernels cannot be in a program that XLA splits over several devices. While JAX traces a
+program, the package cannot know whether XLA will split it: a mesh need not be set, and the devices may be
+on another machine. JAX has no public way to choose by the number of devices.
 
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives and to lower them, and the
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to lower it, and the
 ``axis_context`` of the module that is lowered. JAX exposes them to libraries, but does not promise to keep
 them.
 """
@@ -19,92 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
 
-_unless_cpu_p = Primitive("fp8_unless_cpu")
 _unless_partitioned_p = Primitive("fp8_unless_partitioned")
-
-
-# Choice by platform. When the primitive is bound, only the function for CPUs is traced; it gives the shapes
-# and dtypes of the results. The other function is traced when a program for another platform is lowered.
-
-
-def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``on_cpu(*args)`` in a program for a CPU, and ``otherwise(*args)`` elsewhere.
-
-    Args:
-        otherwise: a function of trees of arrays that returns a tree of arrays. It is traced when the
-            program is lowered. So it must not depend on contexts such as ``autocast``. It must not contain
-            matmuls either: code that searches a traced program for matmuls would not find them.
-        on_cpu: a function with results of the same shapes and dtypes.
-        *args: trees of arrays.
-    """
-    traced, shapes = jax.make_jaxpr(on_cpu, return_shape=True)(*args)
-    results = _unless_cpu_p.bind(
-        *jax.tree.leaves(args), on_cpu=traced, otherwise=_of_leaves(otherwise, args)
-    )
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-def _of_leaves(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """Returns a function of the leaves of ``args`` that returns the leaves of ``function(*args)``.
-
-    The function keeps the current x64 setting, because JAX may lower it under another one.
-    """
-    treedef, has_64_bits = jax.tree.structure(args), jax.config.jax_enable_x64
-
-    def of_leaves(*leaves: Any) -> list[Any]:
-        with jax.enable_x64(has_64_bits):
-            return jax.tree.leaves(function(*treedef.unflatten(leaves)))
-
-    return of_leaves
-
-
-def _by_platform(on_cpu: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``on_cpu`` or ``otherwise`` by ``lax.platform_dependent``.
-
-    This function can be lowered for several platforms at once, and JAX can transform it.
-    """
-    return functools.partial(lax.platform_dependent, cpu=jaxpr_as_fun(on_cpu), default=otherwise)
-
-
-def _differentiate_unless_cpu(primals: Any, tangents: Any, *, on_cpu: Any, otherwise: Any) -> Any:
-    """Differentiates ``unless_cpu``; ``lax.platform_dependent`` chooses between the two derivatives."""
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(_by_platform(on_cpu, otherwise), tuple(primals), tangents)
-
-
-def _batch_unless_cpu(args: Any, dims: Any, *, on_cpu: Any, otherwise: Any) -> Any:
-    """Batches ``unless_cpu``: applies ``jax.vmap`` to both functions."""
-    both = (jax.vmap(f, in_axes=dims) for f in (otherwise, jaxpr_as_fun(on_cpu)))
-    results = unless_cpu(*both, *args)
-    return results, [0] * len(results)
-
-
-def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
-    """Lowers ``unless_cpu`` to ``on_cpu`` or ``otherwise``; for several platforms, to a choice of both."""
-    platforms = tuple(ctx.module_context.platforms)
-    chosen: Callable[..., Any] = _by_platform(on_cpu, otherwise)
-    if "cpu" not in platforms:
-        chosen = otherwise
-    elif len(platforms) == 1:
-        chosen = jaxpr_as_fun(on_cpu)
-    return mlir.lower_fun(chosen)(ctx, *args)
-
-
-_unless_cpu_p.multiple_results = True
-_unless_cpu_p.def_impl(lambda *args, **params: jax.jit(_by_platform(**params))(*args))
-_unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
-mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
-ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
-batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
-
-
-# Choice by the number of devices, which the rules that lower a primitive read from the ``axis_context`` of
-# the module.
 
 
 def unless_partitioned(
@@ -122,7 +39,7 @@ def unless_partitioned(
         whole: a function of trees of arrays that returns a tree of arrays. The result must depend only on
             these arrays.
         split: a function with results of the same shapes and dtypes. It is traced when the program is
-            lowered, as ``otherwise`` of ``unless_cpu``.
+            lowered. So it must not depend on contexts such as ``autocast``.
         on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
             ``split`` in programs that are split over a mesh. It uses ``custom_partitioning``. It is not
             used under ``jax.vmap``, on a mesh with explicit axes, by ``jax.export``, and in a
@@ -138,6 +55,20 @@ def unless_partitioned(
         *jax.tree.leaves(args), whole=whole_jaxpr, split=split_of_leaves, on_shards=on_shards_jaxpr
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _of_leaves(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., list[Any]]:
+    """Returns a function of the leaves of ``args`` that returns the leaves of ``function(*args)``.
+
+    The function keeps the current x64 setting, because JAX may lower it under another one.
+    """
+    treedef, has_64_bits = jax.tree.structure(args), jax.config.jax_enable_x64
+
+    def of_leaves(*leaves: Any) -> list[Any]:
+        with jax.enable_x64(has_64_bits):
+            return jax.tree.leaves(function(*treedef.unflatten(leaves)))
+
+    return of_leaves
 
 
 def _is_partitioned(context: Any) -> bool:

@@ -23,18 +23,10 @@ def delayed_amax(
         x: an array of a wide float dtype.
         where: mask of the elements that count; None for all.
     """
-    return jnp.max(magnitudes(x, where), initial=-jnp.inf)
-
-
-def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Returns ``abs(x)`` with NaN replaced by inf, and with -inf where the mask ``where`` is False.
-
-    The maximum of the result is ``delayed_amax(x, where)``.
-    """
     magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
     if where is not None:
         magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
-    return magnitude
+    return jnp.max(magnitude, initial=-jnp.inf)
 
 
 def compute_amax_history(

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
-from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
+from fp8flax._compat.interpreter import RUNS_ONCE, Values, interpret
+from fp8flax._compat.jaxprs import equations, programs_in
 from fp8flax._compat.report_primitive import is_report, key_of
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.mode import Observing, mode
@@ -207,16 +207,26 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
 
     Raises:
         ValueError: an op is inside of a primitive that cannot return its numbers, such as ``shard_map``; or
-            ``nn.jit`` makes several layers report under one path.
+            ``nn.jit`` runs several layers, or one layer several times, under one path.
     """
     # A new object is a new cache key: functions that were jitted before are traced again, with reports.
     with mode(Observing(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
-    _check_paths(program)
     rules = _Measured()
     out = interpret(program, jax.tree.leaves(x), rules)
     reports: Any = rules.reports
+    for path in rules.in_nn_jit:
+        if len(reports[path, "kernel"]) > 1:
+            raise ValueError(
+                f"nn.jit runs several layers, or one layer several times, under the path {'/'.join(path)}: "
+                "it traces equal modules once, under the path of the first. Measure the model without "
+                "nn.jit (its variables are the same), with jax.jit around fp8flax.statistics."
+            )
     return jax.tree.unflatten(jax.tree.structure(shapes), out), reports
+
+
+_NN_JIT = "core_fn"
+"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
 
 
 class _Measured(Values):
@@ -229,6 +239,13 @@ class _Measured(Values):
     """Whether the program is a forward pass that ``jax.checkpoint`` repeats in the backward pass.
 
     Its inputs and kernels were reported in the first forward pass, so they are not reported again."""
+    is_in_nn_jit = False
+    """Whether ``nn.jit`` runs the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_nn_jit: set[tuple[str, ...]] = set()
+        """The paths of the ops that report kernels in ``nn.jit``."""
 
     def absent(self, like: Numbers) -> Numbers:
         """Returns the numbers of a tensor that was not computed; merged with others they change nothing."""
@@ -241,7 +258,7 @@ class _Measured(Values):
         return merged(jax.tree.map(lambda *xs: jnp.stack(xs), first, second))
 
     def inside(self, eqn: Any) -> Self | None:
-        """Returns ``self`` if a program of the equation holds a report.
+        """Returns the rules for the programs of an equation, if one of them holds a report.
 
         Otherwise returns None, and JAX evaluates the equation as it is.
         """
@@ -253,7 +270,11 @@ class _Measured(Values):
                 f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
                 f"fp8flax.statistics inside of the {name}, or measure a function without it."
             )
-        return self
+        if name not in ("jit", "pjit") or eqn.params["name"] != _NN_JIT:
+            return self
+        inside = copy.copy(self)  # shares the reports and the paths
+        inside.is_in_nn_jit = True
+        return inside
 
     def call(
         self, primitive: Any, program: Any, operands: list[Any], params: Mapping[str, Any]
@@ -276,59 +297,6 @@ class _Measured(Values):
         path, role = key_of(eqn)
         if role == "output_grad" or not self.is_recomputing:
             self.report((path, role), Numbers(*numbers))
+            if role == "kernel" and self.is_in_nn_jit:
+                self.in_nn_jit.add(path)
         return [x]
-
-
-def _check_paths(program: Any) -> None:
-    """Raises ``ValueError`` if ``nn.jit`` makes several layers report under the path of one of them.
-
-    ``nn.jit`` traces equal layers once, under the path of the first. Their kernels come from different
-    inputs of the program. One layer that is called several times is valid: its kernel always comes from the
-    same inputs.
-    """
-    inputs = [frozenset([i]) for i, _ in enumerate(jaxpr_of(program).invars)]
-    interpret(program, inputs, _Origins({}, in_nn_jit=False))
-
-
-_NN_JIT = "core_fn"
-"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
-
-
-class _Origins(Sets):
-    """Finds the inputs and constants that each value comes from, and checks the kernels in ``nn.jit``."""
-
-    def __init__(self, kernels: dict[tuple[str, ...], frozenset[Any]], in_nn_jit: bool) -> None:
-        self.kernels = kernels
-        """For each path that an op in ``nn.jit`` reports: the inputs that its kernel is computed from."""
-        self.in_nn_jit = in_nn_jit
-
-    def constant(self, value: Any) -> frozenset[Any]:
-        """Returns the identity of a constant array; nothing for a scalar, which many layers can share."""
-        return frozenset([("constant", id(value))]) if np.ndim(value) else frozenset()
-
-    def inside(self, eqn: Any) -> Self | None:
-        """Returns the rules for the programs of an equation; ``in_nn_jit`` if ``nn.jit`` runs them."""
-        is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
-        # A forward pass that jax.checkpoint repeats has other inputs: the residuals. Its kernels were
-        # checked in the first forward pass, so here they are compared among themselves only.
-        kernels = {} if eqn.params.get("differentiated") else self.kernels
-        return type(self)(kernels, self.in_nn_jit or is_nn_jit)
-
-    def equation(self, eqn: Any, operands: list[frozenset[Any]]) -> list[frozenset[Any]]:
-        """Returns the origins of the results; at a report of a kernel in ``nn.jit``, checks the kernel."""
-        if is_report(eqn) and self.in_nn_jit:
-            path, role = key_of(eqn)
-            if role == "kernel":
-                self._check(path, operands[0])
-        return [frozenset[Any]().union(*operands)] * len(eqn.outvars)
-
-    def _check(self, path: tuple[str, ...], kernel: frozenset[Any]) -> None:
-        """Raises ``ValueError`` if this kernel shares no input with an earlier kernel of the path."""
-        before = self.kernels.setdefault(path, kernel)
-        # A kernel of scalar constants alone has no origins, and is not checked.
-        if before and kernel and before.isdisjoint(kernel):
-            raise ValueError(
-                f"Several layers have the path {'/'.join(path)}: nn.jit traces equal modules once, "
-                "under the path of the first. Measure the model without nn.jit (its variables are the "
-                "same), with jax.jit around fp8flax.statistics."
-            )

@@ -87,26 +87,6 @@ def check_params(variables: Mapping[str, Any]) -> None:
         )
 
 
-def check_loss(result: Any, has_aux: bool, function: str) -> None:
-    """Raises ``TypeError`` if the result of a function is not that of a loss.
-
-    Args:
-        result: a scalar, or with ``has_aux`` a pair of a scalar and auxiliary data.
-        has_aux: whether the function returns auxiliary data.
-        function: what the function is called in errors.
-    """
-    is_pair = isinstance(result, tuple | list) and len(result) == 2
-    loss = result[0] if has_aux and is_pair else result
-    shape = getattr(loss, "shape", () if np.isscalar(loss) else None)
-    if shape != () or (has_aux and not is_pair):
-        wanted = "a pair (loss, aux) of a scalar loss and more" if has_aux else "a scalar loss"
-        got = f"a value of type {type(loss).__name__}" if shape is None else f"an array of shape {shape}"
-        raise TypeError(
-            f"{function} must return {wanted} (has_aux={has_aux}); got {got}. A loss is, for instance, "
-            "jnp.mean(out**2)."
-        )
-
-
 def check_optimizer(tx: Any) -> None:
     """Raises ``TypeError`` if ``tx`` is no optimizer of Optax, but for instance ``optax.adam`` itself."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):

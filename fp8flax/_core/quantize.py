@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8flax._compat.choice_at_lowering import unless_cpu
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
 from fp8flax._core.shapes import Float
 
@@ -114,7 +113,7 @@ def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> 
 @partial(jax.jit, inline=True)
 def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``x / scale``: a plain division on GPUs, and ``divided`` on CPUs."""
-    return unless_cpu(operator.truediv, divided, x, scale)
+    return lax.platform_dependent(x, scale, cpu=divided, default=operator.truediv)
 
 
 def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:

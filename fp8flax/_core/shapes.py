@@ -6,28 +6,10 @@ jaxtyping: at run time such an annotation is the type of the array, annotated by
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+__all__ = ["Bool", "Float", "Float32", "Int32", "Integer", "Shaped", "UInt8"]
+
 if TYPE_CHECKING:
-    from jaxtyping import (
-        Bool as Bool,
-    )
-    from jaxtyping import (
-        Float as Float,
-    )
-    from jaxtyping import (
-        Float32 as Float32,
-    )
-    from jaxtyping import (
-        Int32 as Int32,
-    )
-    from jaxtyping import (
-        Integer as Integer,
-    )
-    from jaxtyping import (
-        Shaped as Shaped,
-    )
-    from jaxtyping import (
-        UInt8 as UInt8,
-    )
+    from jaxtyping import Bool, Float, Float32, Int32, Integer, Shaped, UInt8
 else:
 
     class _Kind:
@@ -38,6 +20,4 @@ else:
             array, shape = array_and_shape
             return Annotated[array, f"{self._name} {shape}"]
 
-    Bool, Float, Float32, Int32, Integer, Shaped, UInt8 = map(
-        _Kind, ("Bool", "Float", "Float32", "Int32", "Integer", "Shaped", "UInt8")
-    )
+    Bool, Float, Float32, Int32, Integer, Shaped, UInt8 = map(_Kind, __all__)

@@ -17,7 +17,7 @@ from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
 from fp8flax._core.options import check_params, check_variables, wrong_model
-from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
+from fp8flax._core.state.tree import check_state_dtype, path_str
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
@@ -48,8 +48,7 @@ def add_fp8_state(
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
         ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or existing
-            state has other shapes (but for the length of the history), or values that no step leaves.
-            (Values are not checked under tracing.)
+            state has other shapes (but for the length of the history). (``check_state`` checks values.)
 
     Warns:
         UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` for an
@@ -128,7 +127,6 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
     ``scale`` has the shape of the scale beside ``leaf`` if this is a history, and is None otherwise.
     """
     check_state_dtype(path, value)
-    _check_values(path, value)
     if value.shape == leaf.shape:
         return value
     differing = []
@@ -156,25 +154,6 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
     unknown[axis] = length - newest.shape[axis] - past.shape[axis]
     zeros = jax.device_put(np.zeros(unknown, history.dtype))
     return jnp.concatenate([newest, zeros, past], axis)
-
-
-def _check_values(path: KeyPath, value: Any) -> None:
-    """Raises ``ValueError`` if scaling state holds a value that no step produces; tracers pass."""
-    is_scale, is_history = path[-1].key in _SCALE_OF.values(), path[-1].key in _SCALE_OF
-    is_known = isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer)
-    if not is_known or not (is_scale or is_history):
-        return
-    # A process can read only its own shards.
-    parts = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
-    for part in map(np.asarray, parts):
-        bad = part[~np.isfinite(part) | (part < 0) | (is_scale & (part == 0))]
-        if bad.size:
-            expected = "scales are positive" if is_scale else "amaxes are not negative"
-            raise ValueError(
-                f"The scaling state at {path_str(path)} holds {bad[0]}; {expected} and finite. The "
-                "checkpoint is damaged, or comes from a loop that changed the state. Leave this layer's "
-                "state out of the variables to have new state made for it."
-            )
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -269,5 +248,5 @@ def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         ['params']
     """
     check_variables(variables)
-    others, _ = split_state(variables)
+    others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
     return flax.core.freeze(others) if isinstance(variables, flax.core.FrozenDict) else others

@@ -20,10 +20,9 @@ from jax.experimental import multihost_utils
 from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.mode import Observing, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import check_function, check_loss, check_variables
+from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.state.state import DelayedConfig, ScalingState, calibrated_state
 from fp8flax._core.state.tree import Places, path_str
-from fp8flax._train.gradients import is_from_container
 
 WITHOUT_STATE = (
     "Recipes without delayed scaling have no state and need no calibration. A frozen model has fixed "
@@ -66,9 +65,8 @@ def calibrate(
         is one.
 
     Raises:
-        TypeError: scaling state is not float32; the function is a model; it takes the parts of a batch as
-            separate arguments, or returns no loss although ``backward`` is True; or ``batches`` is one
-            batch.
+        TypeError: scaling state is not float32; the function is a model, or returns no loss although
+            ``backward`` is True; or ``batches`` is one batch.
         ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
             tensor of a layer; or the function reaches no FP8 op.
 
@@ -97,23 +95,13 @@ def calibrate(
     run = jax.jit(functools.partial(_run, fun, backward, has_aux))
     i = -1
     for i, batch in enumerate(_each(batches)):
-        try:
-            with _calibrate_lock, mode(Observing(amaxes_to=_report, backward=backward)):
-                _receivers.append(amaxes)
-                try:
-                    # When the results are ready, all reports have arrived.
-                    jax.block_until_ready(run(amaxes.numbered, variables, batch))
-                finally:
-                    _receivers.clear()
-        except (AttributeError, TypeError) as error:
-            if not is_from_container(error, batch):
-                raise
-            reason, _, _ = str(error).partition("\n")
-            raise TypeError(
-                f"calibrate calls fun(variables, batch), with a batch as one argument; batch {i} is a "
-                f"{type(batch).__name__} of {len(batch)}, and the call failed: {reason}. For a function of "
-                "several arguments pass fun=lambda v, batch: fun(v, *batch)."
-            ) from error
+        with _calibrate_lock, mode(Observing(amaxes_to=_report, backward=backward)):
+            _receivers.append(amaxes)
+            try:
+                # When the results are ready, all reports have arrived.
+                jax.block_until_ready(run(amaxes.numbered, variables, batch))
+            finally:
+                _receivers.clear()
         amaxes.share()
         if bad := amaxes.names("amax_history", lambda amax: ~(amax < np.inf), backward):
             raise ValueError(
@@ -160,10 +148,7 @@ def _run(
     """
 
     def call(state: Any) -> Any:
-        out = fun(type(variables)({**variables, **state}), batch)
-        if backward:
-            check_loss(out, has_aux, "With backward=True, fun")
-        return out
+        return fun(type(variables)({**variables, **state}), batch)
 
     results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
     return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]

@@ -195,8 +195,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         ``value_and_grad``, and ``aux`` of each microbatch, stacked.
 
     Raises:
-        TypeError: (when called) scaling state is not float32; or the function cannot take a list that was
-            passed as microbatches.
+        TypeError: (when called) scaling state is not float32.
         ValueError: (when called) there is no microbatch, or the first dimensions differ.
 
     Example:
@@ -245,15 +244,13 @@ def accumulate(
         The mean value, or with ``has_aux`` a pair of it and ``aux``, stacked; the gradients; and the carry
         of the last microbatch.
     """
-    hint = ""
-    if isinstance(microbatches, list):
-        hint = " Stack a list of microbatches: jax.tree.map(lambda *xs: jnp.stack(xs), *microbatches)."
     sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
             f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            f"(microbatches, -1, …).{hint}"
+            "(microbatches, -1, …), and stack a list of microbatches: jax.tree.map(lambda *xs: "
+            "jnp.stack(xs), *microbatches)."
         )
     num = sizes.pop()
 
@@ -294,28 +291,12 @@ def accumulate(
         grads = leave(variables, as_entered([t.astype(x.dtype) for t, x in zip(total, floats)]))
         return grads, carry, value, aux
 
-    try:
-        with differentiating():
-            grads, carry, value, aux = run(variables, carry, microbatches)
-    except (AttributeError, TypeError) as error:
-        if not (hint and is_from_container(error, microbatches)):
-            raise
-        reason, _, _ = str(error).partition("\n")
-        raise TypeError(
-            f"microbatches is a list of {len(microbatches)}, so the function gets a list as a microbatch, "
-            f"and the call failed: {reason}.{hint}"
-        ) from error
+    with differentiating():
+        grads, carry, value, aux = run(variables, carry, microbatches)
     grads = jax.tree.map(_cotangent, grads)
     remember_step(variables, grads)
     value = jnp.sum(value, axis=0)
     return (value, aux) if has_aux else value, grads, carry
-
-
-def is_from_container(error: Exception, given: Any) -> bool:
-    """Returns whether an error of a function can come from a list or tuple that it took for an array."""
-    kind = type(given).__name__
-    signs = "required positional argument", "__array__()", f"'{kind}'", f"{kind} indices"
-    return isinstance(given, list | tuple) and any(sign in str(error) for sign in signs)
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8flax._core.measuring import Numbers, measured, merged_calls
 from fp8flax._core.names import ROLES
-from fp8flax._core.options import check_function, check_loss, check_no_train_state
+from fp8flax._core.options import check_function, check_no_train_state
 
 Statistics = dict[str, dict[str, dict[str, jax.Array]]]
 """Float32 numbers by the path of an op, the role of a tensor, and the name of the number."""
@@ -60,8 +60,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
       their paths
     * a ``jax.shard_map`` inside of ``fun``
-    * layers of one kind in ``nn.jit``, which traces all of them as the first one; measure the model without
-      ``nn.jit``
+    * layers of one kind in ``nn.jit``, which traces all of them as the first one, and a layer in ``nn.jit``
+      that runs several times; measure the model without ``nn.jit``
 
     Ops of two models that have the same path count as one.
 
@@ -78,7 +78,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
         TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
             scalar, or its first argument is a whole ``TrainState``.
         ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` of
-            ``fun``, or ``nn.jit`` gives several layers one path.
+            ``fun``, or ``nn.jit`` runs several layers under one path.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -96,13 +96,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
 
-        def loss(variables: Any) -> Any:
-            out = fun(variables, *args, **kwargs)
-            check_loss(out, has_aux, "fun")
-            return out
-
         def gradient(variables: Any) -> Any:
-            grads = jax.grad(loss, has_aux=has_aux, allow_int=True)(variables)
+            grads = jax.grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
             grads = grads[0] if has_aux else grads
             return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
 

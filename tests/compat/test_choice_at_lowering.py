@@ -1,4 +1,4 @@
-"""Which of two functions a program has, with the private parts of JAX and without them."""
+"""Which of the functions a program has, for one device and for several."""
 
 import jax
 import jax.numpy as jnp
@@ -8,53 +8,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
-
-
-@pytest.mark.newest
-def test_on_a_cpu_the_other_function_is_not_even_traced():
-    def otherwise(x):
-        raise AssertionError("traced")
-
-    traced = jax.jit(lambda x: unless_cpu(otherwise, lambda x: [x + 1], x)).trace(jnp.ones(2))
-    np.testing.assert_array_equal(traced.lower().compile()(jnp.ones(2)), [[2, 2]])
-    with pytest.raises(AssertionError, match="traced"):
-        traced.lower(lowering_platforms=("cuda",))
-
-
-class TestUnlessCpu:
-    @staticmethod
-    def of_a_platform(x, y):
-        """Returns three results; the last one shows for which platform the program was lowered."""
-        return unless_cpu(
-            lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.sin(0 * x) + 2},
-            lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.zeros_like(x)},
-            x,
-            y,
-        )
-
-    @pytest.mark.newest
-    def test_elsewhere_it_is_the_other_function(self):
-        traced = jax.jit(self.of_a_platform).trace(jnp.ones(2), [jnp.ones(2)])
-        programs = {
-            name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")
-        }
-        assert [name for name, program in programs.items() if "sine" in program] == ["cuda", "tpu"]
-
-    @pytest.mark.newest
-    @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
-    def test_in_a_program_for_several_platforms(self, platforms):
-        exported = jax.export.export(jax.jit(self.of_a_platform), platforms=platforms)
-        found = exported(jnp.ones(2), [jnp.ones(2)]).call(jnp.array([1.0, 2.0]), [jnp.array([3.0, 4.0])])
-        expected = {"sum": [4, 6], "product": [3, 8], "where": [0, 0]}
-        jax.tree.map(np.testing.assert_array_equal, found, {k: np.array(v) for k, v in expected.items()})
-
-    @pytest.mark.newest
-    def test_with_jit_switched_off(self):
-        with jax.disable_jit():
-            found = self.of_a_platform(jnp.ones(2), [jnp.full(2, 3.0)])
-        np.testing.assert_array_equal(found["product"], [3, 3])
-        np.testing.assert_array_equal(found["where"], [0, 0])
+from fp8flax._compat.choice_at_lowering import unless_partitioned
 
 
 def two_programs(x):

@@ -344,8 +344,6 @@ class TestRefused:
             return jnp.mean(jnp.square(MODEL.apply(variables, x) - y))
 
         batches = [(X, np.float32(0))]
-        with pytest.raises(TypeError, match="tuple of 2, .*'y'"):
-            fp8.calibrate(loss, VARIABLES, batches, backward=backward)
         fp8.calibrate(lambda v, batch: loss(v, *batch), VARIABLES, batches, backward=backward)
 
     def test_the_entries_of_an_array_are_batches(self):
@@ -365,15 +363,9 @@ class TestRefused:
         with pytest.raises(TypeError, match=f"batches .*{got}"):
             fp8.calibrate(MODEL.apply, VARIABLES, batches)
 
-    @pytest.mark.parametrize(
-        ("has_aux", "wanted"),
-        [
-            (False, r"a scalar loss \(has_aux=False\); got an array of shape \("),
-            (True, r"a pair \(loss, aux\) .*"),
-        ],
-    )
+    @pytest.mark.parametrize(("has_aux", "wanted"), [(False, "scalar-output"), (True, "two-element tuple")])
     def test_no_loss(self, has_aux, wanted):
-        with pytest.raises(TypeError, match=f"backward=True, .*{wanted}"):
+        with pytest.raises(TypeError, match=wanted):
             fp8.calibrate(lambda v, x: x, VARIABLES, [X], backward=True, has_aux=has_aux)
 
     def test_nothing_reached(self):

@@ -348,9 +348,9 @@ def test_layers_that_nn_jit_traced_once_are_refused(remat):
         return jax.jit(fp8.statistics(loss))(params)
 
     jitted = nn.remat(nn.jit(Layer)) if remat else nn.jit(Layer)
-    with pytest.raises(ValueError, match=r"path a/Fp8DotGeneralOp_0: nn\.jit .* without nn\.jit"):
-        measure(("a", "b"), jitted)
-    assert_close(measure(("b", "b"), jitted), measure(("b", "b"), Layer))
+    for names in (("a", "b"), ("a", "a")):
+        with pytest.raises(ValueError, match=r"path a/Fp8DotGeneralOp_0: .* without nn\.jit"):
+            measure(names, jitted)
     assert set(measure(("c",), jitted)) == {"c/Fp8DotGeneralOp_0"}
 
 
@@ -444,7 +444,7 @@ def test_of_whole_models_and_all_ops():
 
 
 def test_the_function_is_no_loss():
-    with pytest.raises(TypeError, match=r"fun must return a scalar loss .* got an array of shape \(3,\)"):
+    with pytest.raises(TypeError, match=r"scalar-output .*\(3,\)"):
         fp8.statistics(lambda v: v)(jnp.ones(3))
 
 

@@ -502,13 +502,10 @@ class TestAccumulateGradients:
         with pytest.raises(ValueError, match="first dimension"):
             fp8.accumulate_gradients(lambda v, b: 0.0)(VARIABLES, batches)
 
-    @pytest.mark.filterwarnings("ignore:shape requires ndarray")
-    def test_a_list_of_microbatches_is_refused(self):
-        """A list is a tree to JAX; one whose entries are parts of a microbatch works."""
-        step = fp8.accumulate_gradients(mse)
-        for batches, error in (([X, X], TypeError), ([X, X[:2]], ValueError)):
-            with pytest.raises(error, match="Stack a list"):
-                step(VARIABLES, batches)
+    def test_a_list_of_microbatches(self):
+        """A list is a tree to JAX, whose entries are parts of a microbatch."""
+        with pytest.raises(ValueError, match="stack a list"):
+            fp8.accumulate_gradients(mse)(VARIABLES, [X, X[:2]])
         fp8.accumulate_gradients(lambda v, parts: jnp.sum(parts[0] * parts[1]))(VARIABLES, [X, X])
 
     @pytest.mark.usefixtures("_promotion_of_optax")

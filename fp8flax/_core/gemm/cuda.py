@@ -22,7 +22,6 @@ from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.request import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.qtensor import BLOCK, QTensor
-from fp8flax._core.quantizers import MX_COLUMNS
 
 ALGORITHMS = {
     "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
@@ -122,18 +121,10 @@ def dequantized_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns.
 
-    Scales of larger blocks are repeated. If the blocks of the two operands differ in width, the operands
-    have different padding. The narrower operand is then padded with zero bytes; an E8M0 scale of zero bits
-    is 2**-127.
+    Scales of larger blocks are repeated.
     """
-    width = max(x.codes.shape[2] for x in (lhs, rhs))
     multiply = partial(jax.nn.scaled_matmul, preferred_element_type=_at_most_float32(gemm.out_dtype))
-    out = _of_stacks(multiply)(
-        *(
-            (_widen(x.codes, width), _widen(x.quantizer.mx_scale(x), width // MX_COLUMNS))
-            for x in (lhs, rhs)
-        )
-    )
+    out = _of_stacks(multiply)(*((x.codes, x.quantizer.mx_scale(x)) for x in (lhs, rhs)))
     # The result of jax.nn.scaled_matmul lacks the axes of jax.shard_map that the operands vary over.
     out = vary_alike(out, lhs.codes, rhs.codes)[0]
     return gemm.unpadded(out)
@@ -197,10 +188,3 @@ def _of_stacks(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return jnp.moveaxis(out.reshape(shape), axis, 0), True
 
     return matmul
-
-
-def _widen(x: jax.Array, width: int) -> jax.Array:
-    """Pads the columns of one-byte codes or E8M0 scales with zero bytes, to ``width`` columns."""
-    codes = lax.bitcast_convert_type(x, jnp.uint8)
-    padded = lax.pad(codes, np.uint8(0), ((0, 0, 0), (0, 0, 0), (0, width - x.shape[2], 0)))
-    return lax.bitcast_convert_type(padded, x.dtype)

@@ -238,18 +238,11 @@ def _are_matrices_alike(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether Blackwell's units can multiply the operands, with an E8M0 scale per 32 columns."""
     return (
-        _is_per_block(capability, gemm, lhs, rhs)
+        _are_matrices_alike(capability, gemm, lhs, rhs)
         and capability >= NATIVE_MX
         and not _is_empty(gemm)
         and lhs.quantizer.has_mx_scales
         and rhs.quantizer.has_mx_scales
-    )
-
-
-def _has_block_scaled_units_on_shards(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether Blackwell's units can multiply the parts of each device."""
-    return _has_block_scaled_units(capability, gemm, lhs, rhs) and _are_matrices_alike(
-        capability, gemm, lhs, rhs
     )
 
 
@@ -417,12 +410,11 @@ _TABLE: dict[type, tuple[Row, ...]] = {
         ),
         # Scales per block.
         Row(
-            _has_block_scaled_units_on_shards,
+            _has_block_scaled_units,
             cuda.block_scaled_units,
             several=cuda.block_scaled_units,
             on_shards=_on_shards,
         ),
-        Row(_has_block_scaled_units, cuda.block_scaled_units, several=cuda.block_scaled_units),
         Row(
             _has_hopper_kernel,
             cuda.hopper_blocks,

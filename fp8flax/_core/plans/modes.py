@@ -34,11 +34,8 @@ from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
-from fp8flax._core.state.state import ScalingState, as_state, scales_of, step_scales
+from fp8flax._core.state.state import as_state, scales_of, step_scales
 from fp8flax._core.tracing import traced_once
-
-_States = dict[str, ScalingState]
-"""The scaling state of each tensor with delayed scaling, by role."""
 
 
 def contract(
@@ -73,7 +70,10 @@ def contract(
         plan = dataclasses.replace(plan, is_packed=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
-    checked = checked_states(plan, states)
+    checked = {}
+    for role in plan.configs:
+        scale, amax_history = getattr(states, role)
+        checked[role] = as_state(scale, amax_history, int(role in plan.stacked))
     if is_frozen:
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
@@ -90,21 +90,6 @@ def contract(
     if mode.value is not None:
         return _observed(multiply, plan, lhs, rhs, extra, scales)
     return multiply(lhs, rhs)
-
-
-def checked_states(plan: Contraction, states: States) -> _States:
-    """Returns the states of the tensors with delayed scaling, after a check.
-
-    Raises:
-        TypeError: see ``as_state``.
-        ValueError: see ``as_state``.
-    """
-    checked = {}
-    for role in plan.configs:
-        scale, amax_history = getattr(states, role)
-        stacked = plan.rhs.shape[:1] if role in plan.stacked else ()
-        checked[role] = as_state(scale, amax_history, stacked)
-    return checked
 
 
 def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:

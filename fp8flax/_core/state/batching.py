@@ -6,35 +6,13 @@ The stacking saves time only. The values are the same bit for bit without it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from fp8flax._compat.choice_at_lowering import unless_cpu
-
-
-def stacking_key(axis: int, *trees: Any) -> Hashable:
-    """Returns a key that is equal for trees that can be stacked: they have equal types and shardings.
-
-    Args:
-        axis: the axis of the arrays that holds the past amaxes; a part of the key.
-        *trees: trees of arrays.
-    """
-    leaves, treedef = jax.tree.flatten(trees)
-    shardings = (None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves)
-    return axis, treedef, *map(jax.typeof, leaves), *shardings
-
-
-class _Options(NamedTuple):
-    """The options of ``each_alike``."""
-
-    read_once: bool
-    in_parts: bool
-    loops: bool
 
 
 def each_alike(
@@ -64,19 +42,25 @@ def each_alike(
         loops: whether a CPU applies ``f`` in a loop, instead of once per tree in the program. Either may
             compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """
-    options = _Options(read_once, in_parts, loops)
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(map(stacking_key, axes, *args)):
-        groups[key].append(i)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, (axis, *each) in enumerate(zip(axes, *args)):
+        leaves, treedef = jax.tree.flatten(each)
+        shardings = (
+            None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves
+        )
+        groups[axis, treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, Any] = {}
-    for members in groups.values():
-        of_group = _alike(f, axes[members[0]], options, *([values[i] for i in members] for values in args))
+    for (axis, *_), members in groups.items():
+        of_members = ([values[i] for i in members] for values in args)
+        of_group = _alike(f, axis, read_once, in_parts, loops, *of_members)
         results.update(zip(members, of_group, strict=True))
     return [results[i] for i in range(len(axes))]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _alike(f: Callable[..., Any], axis: int, options: _Options, *args: Sequence[Any]) -> list[Any]:
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _alike(
+    f: Callable[..., Any], axis: int, read_once: bool, in_parts: bool, loops: bool, *args: Sequence[Any]
+) -> list[Any]:
     """Returns ``[f(*each, axis=axis) for each in zip(*args)]``, for trees that can be stacked."""
     num_trees = len(args[0])
     f_traced_once = jax.jit(partial(f, axis=axis))  # for all calls of ``one_by_one``
@@ -86,19 +70,20 @@ def _alike(f: Callable[..., Any], axis: int, options: _Options, *args: Sequence[
 
     def stacked(*args: Any) -> list[Any]:
         stacks = list(map(_stack, args))
-        return lax.optimization_barrier(stacks) if options.read_once else stacks
+        return lax.optimization_barrier(stacks) if read_once else stacks
 
     def in_a_loop(*args: Any) -> list[Any]:
         return _unstack(lax.map(lambda each: f(*each, axis=axis), tuple(stacked(*args))), num_trees)
 
     def at_once(*args: Any) -> list[Any]:
-        if options.in_parts:
+        if in_parts:
             return one_by_one(*(_unstack(stack, num_trees) for stack in stacked(*args)))
         return _unstack(jax.vmap(f_traced_once)(*stacked(*args)), num_trees)
 
     if num_trees == 1:
         return one_by_one(*args)
-    return unless_cpu(at_once, in_a_loop if options.loops else one_by_one, *map(list, args))
+    on_cpu = in_a_loop if loops else one_by_one
+    return lax.platform_dependent(*map(list, args), cpu=on_cpu, default=at_once)
 
 
 def _stack(trees: Sequence[Any]) -> Any:

@@ -376,13 +376,13 @@ def calibrated_state(
     )
 
 
-def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
+def as_state(scale: Any, amax_history: Any, num_stacked: int = 0) -> ScalingState:
     """Returns scale and history as a ``ScalingState`` of arrays, after a check of dtypes and shapes.
 
     Args:
         scale: the scale of the state.
         amax_history: the amax history of the state.
-        stacked: the leading dimensions of stacked tensors, such as ``(experts,)``; ``()`` for one tensor.
+        num_stacked: the number of leading dimensions, along which tensors are stacked; 0 for one tensor.
 
     Raises:
         TypeError: the dtypes are wrong.
@@ -397,20 +397,14 @@ def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> Sc
                 "Scaling state loses its meaning in a narrower dtype: keep it out of any cast of the "
                 "variables."
             )
-        if stacked and value.shape[:-1] != stacked:
-            raise ValueError(
-                f"The {name} of stacked kernels must have one row for each of the {stacked[0]} kernels; "
-                f"got shape {value.shape}. Scales must have shape ({stacked[0]}, 1), and amax histories "
-                f"({stacked[0]}, amax_history_len)."
-            )
     if is_max_dtype(scale) != is_max_dtype(amax_history):
         raise TypeError(
             f"scale and amax_history must have the same dtype; got {scale.dtype} and {amax_history.dtype}. "
             "Cast neither of them, or both."
         )
-    if scale.shape[len(stacked) :] not in ((), (1,)):
+    if scale.shape[num_stacked:] not in ((), (1,)):
         raise ValueError(f"scale must be a scalar or have shape (1,); got shape {scale.shape}.")
-    if amax_history.ndim != len(stacked) + 1 or amax_history.shape[-1] == 0:
+    if amax_history.ndim != num_stacked + 1 or amax_history.shape[-1] == 0:
         raise ValueError(
             f"amax_history must have shape (length,) with length 1 or more; got {amax_history.shape}."
         )

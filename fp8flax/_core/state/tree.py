@@ -13,7 +13,7 @@ cotangents of its digest merge by maximum. ``leave`` computes the next states fr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -351,17 +351,7 @@ def is_step(old: Any, new: Any) -> bool:
 # Small helpers.
 
 
-def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
     """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
     paths, leaves, treedef = flatten(tree)
-    others = [treedef.flatten_up_to(other) for other in rest]
-    is_state = find_state(paths)
-    return treedef.unflatten(
-        [(f if s else g)(leaf, *more) for s, leaf, *more in zip(is_state, leaves, *others)]
-    )
-
-
-def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Returns ``(the other collections, the scaling state)``; the state is None if there is none."""
-    others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
-    return others, variables.get(OVERWRITE_WITH_GRADIENT)
+    return treedef.unflatten([(f if s else g)(leaf) for s, leaf in zip(find_state(paths), leaves)])

@@ -17,7 +17,6 @@ from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.plans import ragged_dot
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference
 
@@ -388,9 +387,6 @@ def test_state_of_other_experts_is_refused():
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
     with pytest.raises(fp8.MissingStateError, match="Fp8RaggedDotOp.*input_scale"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
-    states = States(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
-    with pytest.raises(ValueError, match="3 kernels"):
-        call(recipe=EXACT, states=states)
 
 
 def test_forward_mode_and_second_derivatives_are_refused():

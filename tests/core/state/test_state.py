@@ -166,20 +166,6 @@ def test_calibrating_keeps_the_scale_for_zeros_and_the_state_without_data():
     np.testing.assert_array_equal(new.amax_history, old.amax_history)
 
 
-@pytest.mark.parametrize(
-    ("scale", "history", "error", "message"),
-    [
-        ((2,), (3,), ValueError, r"scale .*\(2,\)"),
-        ((2, 1), (3, 3), ValueError, r"amax_history .*\(3, 3\)"),
-        ((2, 2), (2, 3), ValueError, r"scale .*\(2, 2\)"),
-        ((2, 1), (2, 0), ValueError, r"\(2, 0\)"),
-    ],
-)
-def test_state_of_stacked_kernels_in_other_shapes(scale, history, error, message):
-    with pytest.raises(error, match=message):
-        as_state(jnp.ones(scale), jnp.ones(history), (2,))
-
-
 def test_state_of_two_dtypes():
     with pytest.raises(TypeError, match="same dtype"):
         as_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))
