@@ -228,11 +228,7 @@ def next_scaling_state(scale, history, amaxes, used=True, fp8_max=FP8_MAX):
         amaxes: the largest magnitude of each tensor in this step; not finite where there is none.
         used: whether a gradient arrived.
     """
-    newest = np.concatenate([history[:, :1], history[:, 1:][:, -15:]], axis=1)
-    ordinary = np.sort(newest, axis=1)[:, -2]
-    # In e4m3fn and e5m2: the largest value over 64 times the smallest normal one.
-    bound = ordinary * np.where(fp8_max == 448, np.float32(448), np.float32(57344 * 2.0**8))
-    largest = np.where(ordinary > 0, np.minimum(history.max(axis=1), bound), history.max(axis=1))
+    largest = history.max(axis=1)
     with np.errstate(divide="ignore"):
         new_scale = 1 / (fp8_max / largest)
     new_scale = np.clip(new_scale, np.finfo(np.float32).tiny, np.finfo(np.float32).max)
