@@ -3,6 +3,7 @@
 import collections
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit.compiling import compile_lowered, compiling_for, find_target
 from fp8flax._audit.hlo import parse
+from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests.cases import RECIPES
@@ -27,6 +29,13 @@ def compiled_for_gpus(function, *args):
     """Returns a program compiled for a GPU that is not present."""
     lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
     return compile_lowered(find_target("h200"), lowered, "the program").as_text()
+
+
+def run_branch_for_gpus(monkeypatch):
+    """Makes GEMMs take here the branch of programs for GPUs. Other operations keep that of this CPU."""
+    branching_lax = SimpleNamespace(**vars(jax.lax))
+    branching_lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
+    monkeypatch.setattr(lowering, "lax", branching_lax)
 
 
 def gpus(target="h200"):

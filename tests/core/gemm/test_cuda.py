@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
@@ -22,6 +21,7 @@ from tests.cases import (
     data,
     error_of_product,
 )
+from tests.gpus import run_branch_for_gpus
 
 BLOCKS = {
     "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
@@ -88,7 +88,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
     monkeypatch.setattr(cuda, "hopper_block_gemm", interpreted)
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    run_branch_for_gpus(monkeypatch)
     with compile_target(capability):
         actual = make_vjp(BLOCKS[name], dims)(lhs, rhs, g)
     on_blackwell = {"128 blocks, float32": None}.get(name, "cuDNN")

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +19,7 @@ from fp8flax._core.plans.contraction import Operand, States
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from tests.cases import MATMUL
+from tests.gpus import run_branch_for_gpus
 
 
 class Adding(NamedTuple):
@@ -67,7 +67,7 @@ ROWS = {
 def ways(rows, capability, monkeypatch):
     """Returns what is added on one GPU, on several, and on several under ``jax.vmap``."""
     monkeypatch.setitem(lowering._TABLE, Adding, tuple(ROWS[name] for name in rows))
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    run_branch_for_gpus(monkeypatch)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = jax.device_put(np.zeros((8, 2), np.float32), NamedSharding(mesh, P("data")))
 

@@ -26,6 +26,7 @@ from tests.cases import (
     error_of_product,
     with_reference,
 )
+from tests.gpus import run_branch_for_gpus
 
 
 @pytest.mark.parametrize("name", ["b", "16*b"])
@@ -123,7 +124,7 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
         assert sum_dtype == jnp.float32
         return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), gemm.dimension_numbers)
 
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    run_branch_for_gpus(monkeypatch)
     monkeypatch.setattr(cuda, "dot", dot)
     monkeypatch.setattr(cuda, "hopper_block_gemm", block_gemm_in_jax)
     monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))

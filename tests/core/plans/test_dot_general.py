@@ -37,6 +37,7 @@ from tests.cases import (
     name_of,
     normal,
 )
+from tests.gpus import run_branch_for_gpus
 
 WIDE = [jnp.float32, jnp.bfloat16, jnp.float16]
 POLICIES = jax.checkpoint_policies
@@ -461,7 +462,7 @@ def test_blocks_of_a_split_sequence(recipe, way, monkeypatch):
         return out, *vjp(g)
 
     expected = jax.jit(step)(*args)
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
     monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

@@ -19,6 +19,7 @@ from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference
+from tests.gpus import run_branch_for_gpus
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
@@ -460,7 +461,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(name, monkeypatch):
         return out, *vjp(g)
 
     expected = jit(step)(x, w, g, sizes)
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
     monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
