@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -195,15 +196,24 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
+_UNREAD_CACHE = "ignore", re.compile("Error reading persistent compilation cache entry"), Warning, None, 0
+"""A filter of warnings, as ``warnings.filterwarnings`` would insert it."""
+
+
 @contextlib.contextmanager
 def _ignoring_unread_cache() -> Iterator[None]:
     """Hides JAX's warning that it cannot load a program for an absent GPU from its persistent cache.
 
-    JAX compiles the program again.
+    JAX compiles the program again. After ``warnings.catch_warnings`` Python would show again all warnings
+    that it shows once, and audits in several threads would restore the filters of each other.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+    filters: Any = warnings.filters
+    filters.insert(0, _UNREAD_CACHE)
+    try:
         yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread may have reset the filters
+            filters.remove(_UNREAD_CACHE)
 
 
 @functools.cache
