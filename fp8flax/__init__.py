@@ -86,7 +86,7 @@ from fp8flax._core.quantize import (
 )
 
 # Other names that code written for flax.linen.fp8_ops imports from there.
-from fp8flax._core.plans.dot_general import dot_general_with_precision as dot_general_with_precision
+from fp8flax._core.ops.dot_general import dot_general_with_precision as dot_general_with_precision
 from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
 from fp8flax._core.qdq import in_q as in_q, in_qdq as in_qdq, out_dq as out_dq, out_qdq as out_qdq
 from fp8flax._core.quantize import qdq as qdq

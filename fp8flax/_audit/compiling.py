@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from fp8flax._core.gemm.cuda import ALGORITHMS
+from fp8flax._core.gemm.gemm import ALGORITHMS
 from fp8flax._core.gemm.gpus import (
     GPUS,
     OTHER_GPUS,

@@ -1,8 +1,9 @@
 """Chooses between two functions when a program is lowered, by the number of devices it is for.
 
-Why: some GPU kernels cannot be in a program that XLA splits over several devices. While JAX traces a
-program, the package cannot know whether XLA will split it: a mesh need not be set, and the devices may be
-on another machine. JAX has no public way to choose by the number of devices.
+Why: some GPU kernels, and constraints of memory layouts, cannot be in a program that XLA splits over
+several devices. While JAX traces a program, the package cannot know whether XLA will split it: a mesh need
+not be set, and the devices may be on another machine. JAX has no public way to choose by the number of
+devices.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to lower it, and the
 ``axis_context`` of the module that is lowered. JAX exposes them to libraries, but does not promise to keep
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
@@ -42,10 +44,9 @@ def unless_partitioned(
             lowered. So it must not depend on contexts such as ``autocast``.
         on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
             ``split`` in programs that are split over a mesh. It uses ``custom_partitioning``. It is not
-            used under ``jax.vmap``, on a mesh with explicit axes, by ``jax.export``, and in a
-            ``jax.shard_map`` over some of the axes of a mesh.
-        *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
-            that array, and the results of several arrays along the first axis.
+            used on a mesh with explicit axes, by ``jax.export``, and in a ``jax.shard_map`` over some of
+            the axes of a mesh.
+        *args: trees of arrays. ``jax.vmap`` has no rule for this: callers use ``custom_vmap`` outside.
     """
     whole_jaxpr, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
     # JAX must find custom_partitioning in the traced program. Then it passes the mesh to the lowering.
@@ -106,16 +107,6 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_s
     return mlir.lower_fun(chosen)(ctx, *args)
 
 
-def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, on_shards: Any) -> Any:
-    """Batches ``unless_partitioned``: applies ``jax.vmap`` to ``whole`` and ``split``."""
-    del on_shards
-    out = dims[0] if len(args) == 1 else 0
-    both = jaxpr_as_fun(whole), split
-    whole, split = (jax.vmap(f, in_axes=dims, out_axes=out) for f in both)
-    results = unless_partitioned(whole, split, *args)
-    return results, [out] * len(results)
-
-
 def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
     """Runs ``unless_partitioned`` outside of jit: compiles the primitive by itself.
 
@@ -132,4 +123,33 @@ _unless_partitioned_p.def_impl(_run_unless_partitioned)
 _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: whole.out_avals)
 # Not cached, because what the rule lowers depends on the number of devices.
 mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
-batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned
+
+
+_row_major_p = Primitive("fp8_row_major")
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Returns FP8 codes in the row-major memory layout, unless XLA splits the program.
+
+    cublasLt needs some operands transposed. Without the constraint XLA prefers the transposed layout for
+    all arrays that an operand is computed from, back to the float32 kernels that ``nn.scan`` stacks, and
+    copies those. With the constraint XLA transposes the FP8 codes. In a program for several devices XLA's
+    partitioner would gather a constrained array.
+    """
+    result: jax.Array = _row_major_p.bind(x)
+    return result
+
+
+def _lower_row_major(ctx: Any, x: Any) -> Any:
+    """Lowers ``row_major`` to a constraint, or to nothing."""
+    if _is_partitioned(ctx.module_context.axis_context):
+        return [x]
+    layout = Layout(tuple(range(ctx.avals_in[0].ndim)))
+    constrained = mlir.lower_fun(lambda x: with_layout_constraint(x, layout), multiple_results=False)
+    return constrained(ctx, x)
+
+
+_row_major_p.def_impl(lambda x: x)
+_row_major_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_row_major_p, _lower_row_major, cacheable=False)
+batching.defvectorized(_row_major_p)

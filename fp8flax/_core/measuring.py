@@ -11,6 +11,7 @@ around the op. A model does not have to declare anything for this: no variable, 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -25,7 +26,7 @@ from fp8flax._compat.jaxprs import equations, programs_in
 from fp8flax._compat.report_primitive import is_report, key_of
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.mode import Observing, mode
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.qtensor import Dims
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import floor_power_of_two
 from fp8flax._core.shapes import Float, Float32
@@ -68,7 +69,7 @@ class Numbers(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def numbers_of(
-    quantizer: Quantizer, view: View, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
+    quantizer: Quantizer, dims: Dims, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
 ) -> Numbers:
     """Returns the ``Numbers`` of one tensor under one quantizer.
 
@@ -77,19 +78,19 @@ def numbers_of(
 
     Args:
         quantizer: the quantizer of the tensor for one GEMM.
-        view: the tensor's dimensions in that GEMM.
+        dims: the tensor's dimensions in that GEMM.
         x: the tensor, a wide float.
         delayed_scale: the scale of delayed scaling; None if the quantizer computes the scale from ``x``.
     """
-    q = quantized(quantizer, x, view, delayed_scale)
+    q = quantized(quantizer, x, dims, delayed_scale)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     finite = lax.is_finite(x)
     # Subnormal float32 numbers count as zero, as everywhere in this package.
     is_value = finite & (jnp.abs(x.astype(wide)) >= np.asarray(_TINY, wide))
 
     def dequantized_codes(codes: jax.Array) -> jax.Array:
-        """Returns the values of FP8 codes, which have the layout of ``q.codes``, in the shape of ``x``."""
-        return QTensor(codes.astype(q.codes.dtype), q.scale, q.quantizer).dequantize(view, wide)
+        """Returns the values of FP8 codes."""
+        return dataclasses.replace(q, codes=codes.astype(q.codes.dtype)).dequantize(wide)
 
     is_zero = q.codes.astype(jnp.float32) == 0
     # Dequantizing a tensor of one code gives the scale of each element, whatever the layout of the scales.
@@ -100,8 +101,6 @@ def numbers_of(
     largest_values = jnp.minimum(
         probe_values * np.asarray(fp8_max(q.codes.dtype) / float(_PROBE), wide), np.asarray(_HUGE, wide)
     )
-    # The codes may have another layout than ``x``. So the places of the zeros are dequantized, too.
-    is_lost = dequantized_codes(jnp.where(is_zero, np.float32(0), probe)) == 0
     magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
     headrooms = jnp.where(
         is_value, largest_values / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf
@@ -109,7 +108,7 @@ def numbers_of(
     # The scale of a block that holds only zeros is arbitrary, so it is left out.
     scale_of_values = jnp.where(is_value, scale, np.asarray(0, wide))
     is_saturated = magnitude > largest_values * np.asarray(_ROUNDING, wide)
-    counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_lost, is_saturated, ~finite)]
+    counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_zero, is_saturated, ~finite)]
     # One reduction computes all eight numbers, so XLA compiles and starts one kernel.
     operands = [*counted, magnitude, scale_of_values, scale, headrooms]
     starts = [np.full((), start, array.dtype) for (_, start), array in zip(_REDUCTIONS, operands)]
@@ -119,7 +118,7 @@ def numbers_of(
     # A factor that is a power of two changes no bits. It is applied before the subtraction, because the
     # difference of the unscaled numbers could be subnormal.
     inverse = (1 / _unit(amax)).astype(wide)
-    error = x.astype(wide) * inverse - q.dequantize(view, wide) * inverse
+    error = x.astype(wide) * inverse - q.dequantize(wide) * inverse
     error = jnp.where(is_value, error, np.asarray(0, wide))
     values, underflowed, saturated, nonfinite = counts
     numbers = Numbers(

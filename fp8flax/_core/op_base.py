@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.mode import in_op
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
+from fp8flax._core.ops.calls import Called
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.dot_general import FORMS
+from fp8flax._core.ops.row import OpRow, Shape
 from fp8flax._core.options import check_choice
-from fp8flax._core.plans.calls import Called
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.dot_general import FORMS
-from fp8flax._core.plans.row import OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState, is_state_dtype
 

@@ -1,16 +1,13 @@
-"""Describes the operands of a GEMM: how a tensor is seen as a matrix, and its FP8 codes and scales."""
+"""A quantized tensor, and the dimensions along which a product sums it."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -23,64 +20,65 @@ TILE = BLOCK
 """The number of rows, and of columns, of the tiles in which our GPU kernels compute a result."""
 
 
-class View(NamedTuple):
-    """Shape of an operand, and which of its dimensions a GEMM contracts and batches (hashable)."""
+class Dims(NamedTuple):
+    """Which dimensions of a tensor a product sums over and batches (hashable).
 
-    shape: tuple[int, ...]
+    All others are free. The batch dimensions are the first ones.
+    """
+
+    ndim: int
+    """The number of dimensions of the tensor."""
     contract: tuple[int, ...]
-    """The dimensions that are summed over."""
-    batch: tuple[int, ...]
-    """The batch dimensions, which both operands have."""
+    num_batch: int = 0
+    is_stack: bool = False
+    """Whether the batch dimensions stack separate tensors, such as the kernels of experts: each tensor then
+    has scales of its own."""
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Returns the dimensions that are neither contracted nor batched, in order."""
-        return tuple(i for i in range(len(self.shape)) if i not in self.contract and i not in self.batch)
-
-    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
-        """Returns the sizes of the given dimensions."""
-        return tuple(self.shape[i] for i in dims)
+        """Returns the free dimensions, in order."""
+        return tuple(i for i in range(self.num_batch, self.ndim) if i not in self.contract)
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """Returns the dimensions in the order ``(batch, rows, columns)`` of the GEMM's matrix."""
-        return (*self.batch, *self.free, *self.contract)
-
-    @property
-    def matrix_shape(self) -> tuple[int, int, int]:
-        """Returns the sizes of ``(batch, rows, columns)``, each flattened."""
-        batch, rows, columns = (math.prod(self.sizes(d)) for d in (self.batch, self.free, self.contract))
-        return batch, rows, columns
-
-    def to_matrix(self, x: Float[jax.Array, "*dims"]) -> Float[jax.Array, "batch rows columns"]:
-        """Returns an operand reshaped to ``(batch, rows, columns)``."""
-        return lax.transpose(x, self.order).reshape(self.matrix_shape)
-
-    def from_matrix(self, matrix: Float[jax.Array, "batch rows columns"]) -> Float[jax.Array, "*dims"]:
-        """Returns an operand in its own shape, from ``(batch, rows, columns)``."""
-        return lax.transpose(matrix.reshape(self.sizes(self.order)), np.argsort(self.order))
+    def in_order(self) -> tuple[int, ...]:
+        """Returns all dimensions: batch, free, contracted."""
+        return (*range(self.num_batch), *self.free, *self.contract)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer", "block"]
+)
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
 
     Attributes:
-        codes: FP8 codes in the operand's shape. With scales per block the codes have the shape ``(batch,
-            rows, columns)``, and zeros fill up the last block of each row and column.
-        scale: a scalar, or an array of the operand's rank with size 1 in contracted dimensions, or an array
-            in the layout of the quantizer.
+        codes: FP8 codes, of the shape of the tensor.
+        scale: a scalar, or one dimension for each dimension of the tensor: of its size, or of size 1 where
+            all elements share a scale. With scales per block, the number of blocks.
         quantizer: the quantizer that made the codes and the scales.
+        block: with scales per block, the number of elements per block along each dimension; else empty.
     """
 
-    codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
+    codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]
     scale: Shaped[jax.Array, "*scale"]
     quantizer: Any
+    block: tuple[int, ...] = ()
 
-    def dequantize(self, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns the operand in its own shape and a wide dtype."""
-        return self.quantizer.dequantize(self, view, dtype)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """Returns the number of dimensions of the tensor."""
+        return self.codes.ndim
+
+    def dequantize(self, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
+        """Returns codes times scales in a wide dtype."""
+        values: jax.Array = self.quantizer.dequantize(self, dtype)
+        return values
 
     def as_bits(self) -> QTensor:
         """Returns the same tensor with its codes, and scales of one byte, as uint8.
@@ -105,7 +103,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def dequantized(
-    operand: QTensor | Float[jax.Array, "*dims"], view: View, dtype: DTypeLike
+    operand: QTensor | Float[jax.Array, "*dims"], dtype: DTypeLike
 ) -> Float[jax.Array, "*dims"]:
     """Returns an operand in a wide dtype, whether it was quantized or not."""
-    return operand.dequantize(view, dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
+    return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)

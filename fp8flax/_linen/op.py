@@ -17,7 +17,7 @@ from flax.core import DenyList
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
-from fp8flax._core.plans.contraction import States
+from fp8flax._core.ops.contract import States
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import conversion
 

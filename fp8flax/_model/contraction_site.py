@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._core.plans.row import OpRow
+from fp8flax._core.ops.row import OpRow
 from fp8flax._linen.conversion import conversion
 from fp8flax._model.interception import Frame
 from fp8flax._model.param_origin import Origin

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import BY_OP, NOT_CONVERTED, PARAMS
-from fp8flax._core.plans.row import OpRow
+from fp8flax._core.ops.row import OpRow
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import Stacking, conversion, converting
 from fp8flax._linen.op import Fp8Op

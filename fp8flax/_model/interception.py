@@ -21,7 +21,7 @@ from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, current_trace, running_in, unwatched
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT
-from fp8flax._core.plans.row import OpRow, row_of
+from fp8flax._core.ops.row import OpRow, row_of
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.param_origin import ParamOrigins
 from fp8flax._model.program_reads import IN_OP

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.plans.row import GemmSizes
+from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._model.rules import Decision, Site
 

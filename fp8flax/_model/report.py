@@ -9,8 +9,8 @@ from typing import Any
 import flax.linen as nn
 
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
+from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
-from fp8flax._core.plans.row import GemmSizes
 from fp8flax._linen.conversion import counting
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in

@@ -98,7 +98,7 @@ def layout(found: SeenOp) -> Any:
     is_leading = all(stacking.params in (None, 0) for stacking in found.stacked)
     if not (found.op.row.plan is not None and kernel.is_one_parameter and is_leading):
         return None
-    _, contract, batch = found.op.row.plan(*found.args, recipe=found.gemms).views["kernel"][0]
+    (_, contract), (_, batch) = found.op.row.plan(*found.args, recipe=found.gemms).dimension_numbers
     if batch:
         return None
     return tuple(i for i in range(len(kernel.sources[0].shape)) if i not in contract), contract

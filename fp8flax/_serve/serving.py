@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.names import PARAMS, state_leaf_names
+from fp8flax._core.ops.contract import States
 from fp8flax._core.options import wrong_model
-from fp8flax._core.plans.contraction import States
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op

@@ -18,8 +18,8 @@ from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
-from fp8flax._core.plans.modes import packed_kernel
-from fp8flax._core.plans.row import OpRow
+from fp8flax._core.ops.modes import packed_kernel
+from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer

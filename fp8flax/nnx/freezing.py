@@ -21,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.ops.calls import calling
+from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_bool, wrong_model
-from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.stored_op import (

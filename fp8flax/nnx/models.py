@@ -15,10 +15,10 @@ from flax import nnx
 from jax import lax
 
 from fp8flax._core.names import NOT_CONVERTED
+from fp8flax._core.ops.calls import calling
+from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
+from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
-from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
-from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
 from fp8flax._model.rules import Decision, Rules, Site

@@ -23,7 +23,7 @@ import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import dense_step, struct
 from tests.models import Einsum
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.plans.contraction import States
+from fp8flax._core.ops.contract import States
 from tests.cases import normal, variables_of
 
 OWG = "_overwrite_with_gradient"
@@ -109,7 +109,7 @@ class TestInputGradientOfAFrozenModel:
 
     @pytest.mark.long
     def test_of_a_ragged_dot(self):
-        from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+        from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 
         x, sizes = jnp.asarray(X[:, :4]), jnp.array([1, 1])
         kernels = normal(0, 2, 4, 2)

@@ -12,7 +12,7 @@ from fp8flax._audit import compiling
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import (
     CONTRACTIONS,
     MATMUL,

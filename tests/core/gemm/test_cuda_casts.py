@@ -10,7 +10,7 @@ import fp8flax as fp8
 from fp8flax._core.gemm import cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.ops.dot_general import fp8_dot_general
 
 WHOLE = [(1, 256, 384), (1, 384, 512), (1, 256, 512)]
 

@@ -15,9 +15,9 @@ import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.lowering import Row, lowered
-from fp8flax._core.plans.contraction import Operand, States
-from fp8flax._core.plans.dot_general import DotPlan
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.contract import Operand, States
+from fp8flax._core.ops.dot_general import DotPlan
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests.cases import MATMUL
 from tests.gpus import run_branch_for_gpus
 

@@ -12,9 +12,9 @@ import fp8flax as fp8
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.plans.contraction import STATELESS, States
-from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.contract import STATELESS, States
+from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.state.state import ScalingState
 from tests import reference_recipes
 from tests.cases import (

@@ -9,9 +9,9 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.units import has_units_for_blocks, warn_if_emulated
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests.cases import MATMUL, dense_step
 
 

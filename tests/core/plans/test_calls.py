@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8flax._core.plans.calls import (
+from fp8flax._core.ops.calls import (
     ConvCall,
     DotGeneralCall,
     EinsumCall,

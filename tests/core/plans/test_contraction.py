@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
-from fp8flax._core.plans.contraction import quantized_with_amax
-from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
+from fp8flax._core.ops.contract import quantized_with_amax
+from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
     CONTRACTIONS,

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import auditing
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.conv import fp8_conv_general_dilated
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.conv import fp8_conv_general_dilated
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
 from tests.cases import OWG, cells, error_of_product, struct, variables_of

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests import reference
 from tests.cases import (

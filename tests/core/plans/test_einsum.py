@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fp8flax._core.plans.einsum import _before, einsum_with
+from fp8flax._core.ops.einsum import _before, einsum_with
 
 X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8flax._core.plans import ops
+from fp8flax._core.ops import ops
 from tests.cases import normal
 
 SIZES = jnp.array([3, 1])

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.plans import ragged_dot
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops import ragged_dot
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference
 from tests.gpus import run_branch_for_gpus

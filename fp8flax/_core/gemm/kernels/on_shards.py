@@ -6,12 +6,13 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.gemm.kernels.groups import ends_of_groups
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.qtensor import QTensor
 
 if TYPE_CHECKING:
-    from fp8flax._core.gemm.request import Gemm
+    from fp8flax._core.gemm.gemm import Gemm
 
 Axes = tuple[str, ...]
 
@@ -154,12 +155,12 @@ def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:
 def gemm_on_shards(
     multiply: Callable[[Gemm, QTensor, QTensor], jax.Array],
     gemm: Gemm,
-    lhs: QTensor,
-    rhs: QTensor,
+    a: QTensor,
+    b: QTensor,
     *,
-    name: str = "",
+    name: str,
 ) -> jax.Array:
-    """Returns ``multiply(gemm, lhs, rhs)``; the operands may be split over devices in every dimension.
+    """Returns ``multiply(gemm, a, b)``; the operands may be split over devices in every dimension.
 
     Devices exchange codes and scales of the operands. A device that has a part of the contraction
     multiplies its result by the scales and rounds it to the dtype of the result before the results of the
@@ -168,207 +169,62 @@ def gemm_on_shards(
     Args:
         multiply: runs a GEMM on one device.
         gemm: what is multiplied.
-        lhs: the left operand.
-        rhs: the right operand. Both operands have scales per block (``BlockQuantizer``), or neither has.
+        a: the left operand, with scales per block.
+        b: the right operand, with scales per block.
         name: the scope in which ``multiply`` runs; empty for none.
     """
-    if lhs.quantizer.scales_along_contraction:
-        return _block_gemm_on_shards(multiply, gemm, lhs, rhs, name=name)
-    (of_lhs, of_rhs, of_out), quantizers = _dims_of(gemm), (lhs.quantizer, rhs.quantizer)
-
-    def multiply_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-        left, right = map(QTensor, (lhs, rhs), (lhs_scale, rhs_scale), quantizers)
-        return multiply(gemm.of_parts(lhs.shape, rhs.shape), left, right)
-
-    summed = "".join(letter for letter in of_lhs if letter not in of_out)
-    operands = of_lhs, of_rhs, _of_scale(lhs, of_lhs), _of_scale(rhs, of_rhs)
-    run = on_shards(multiply_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
-    return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
-
-
-class _Exchanged(NamedTuple):
-    """An operand with scales per block, in the form in which devices exchange it."""
-
-    spread: QTensor
-    """The operand after ``BlockQuantizer.spread``."""
-    dims: str
-    """The description of the codes, see ``on_shards``."""
-    rank_of_rows: int
-    """How many dimensions the rows of a matrix are flattened from; the columns are those behind them."""
-    is_swapped: bool
-    """Whether the transpose is exchanged, so that each device must transpose what it receives."""
-
-    def matrices(self, codes: jax.Array, scale: jax.Array) -> QTensor:
-        """Returns the operand of ``multiply``, from the parts of codes and scales that a device has."""
-        flat_codes, flat_scale = (_as_matrices(x, self.rank_of_rows) for x in (codes, scale))
-        return _swapped(QTensor(flat_codes, flat_scale, self.spread.quantizer), self.is_swapped)
-
-
-def _exchanged(x: QTensor, view: View, batch: str, rows: str, columns: str, is_swapped: bool) -> _Exchanged:
-    """Returns an operand in the form in which devices exchange it.
-
-    Args:
-        x: the operand, with codes ``(batch, rows, columns)``.
-        view: the view of the operand; its dimensions are those that rows and columns are spread to.
-        batch: the letter of the batch.
-        rows: a letter for each dimension of the rows.
-        columns: a letter for each dimension of the columns.
-        is_swapped: see ``_Exchanged``.
-    """
-    first, second = (columns, rows) if is_swapped else (rows, columns)
-    view = view._replace(contract=view.free) if is_swapped else view
-    spread = x.quantizer.spread(_swapped(x, is_swapped), view)
-    return _Exchanged(spread, batch + first + second, len(first), is_swapped)
-
-
-def _block_gemm_on_shards(
-    multiply: Callable[[Gemm, QTensor, QTensor], jax.Array],
-    gemm: Gemm,
-    lhs: QTensor,
-    rhs: QTensor,
-    *,
-    name: str,
-) -> jax.Array:
-    """Returns ``multiply(gemm, lhs, rhs)`` of operands with scales per block, see ``gemm_on_shards``.
-
-    The dimensions that rows and columns flatten are split separately, see ``BlockQuantizer.spread``.
-    """
-    operands, views = (lhs, rhs), (gemm.lhs, gemm.rhs)
-    are_swapped = [_is_out_of_order(x, view) for x, view in zip(operands, views)]
-    inner = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape)
-    ranks = [x.quantizer.ranks(view) for x, view in zip(operands, views)]
-    if ranks[0][1] != ranks[1][1]:  # only one of the operands can have separate columns
-        views, ranks = (inner.lhs, inner.rhs), [(1, 1), (1, 1)]
     letters = iter(string.ascii_lowercase)
-    batch, columns, *rows = (_next(letters, n) for n in (1, ranks[0][1], ranks[0][0], ranks[1][0]))
-    left, right = (
-        _exchanged(x, view, batch, of_rows, columns, is_swapped)
-        for x, view, of_rows, is_swapped in zip(operands, views, rows, are_swapped)
-    )
-    out_dims = batch + rows[0] + rows[1]
+    of_a = [next(letters) for _ in a.shape]
+    (a_contract, b_contract), (a_batch, b_batch) = gemm.dims
+    partners = dict(zip((*b_batch, *b_contract), (*a_batch, *a_contract), strict=True))
+    of_b = [of_a[partners[i]] if i in partners else next(letters) for i in range(b.ndim)]
+    # A dimension with a partial block is not split.
+    partial_ones = {x for q, of in ((a, of_a), (b, of_b)) for x in _partial_dims(q, of)}
+    of_out = [of_a[i] for i in (*a_batch, *gemm.lhs(a).free)] + [of_b[i] for i in gemm.rhs(b).free]
+    of_a, of_b, of_out = (["-" if x in partial_ones else x for x in of] for of in (of_a, of_b, of_out))
+    dims, out_dims = ("".join(of_a), "".join(of_b)), "".join(of_out)
 
-    def multiply_part(*parts: jax.Array) -> jax.Array:
-        lhs_codes, rhs_codes, lhs_scale, rhs_scale = parts
-        lhs, rhs = left.matrices(lhs_codes, lhs_scale), right.matrices(rhs_codes, rhs_scale)
-        out = multiply(inner.of_parts(lhs.codes.shape, rhs.codes.shape), lhs, rhs)
-        sizes = dict(zip(left.dims + right.dims, lhs_codes.shape + rhs_codes.shape))
-        return out.reshape([sizes[letter] for letter in out_dims])
+    def multiply_part(a_codes: Any, b_codes: Any, a_scale: Any, b_scale: Any) -> jax.Array:
+        left = dataclasses.replace(a, codes=a_codes, scale=a_scale)
+        right = dataclasses.replace(b, codes=b_codes, scale=b_scale)
+        return multiply(gemm, left, right)
 
-    run = on_shards(
-        multiply_part,
-        (left.dims, right.dims, *(_of_scale(x.spread, x.dims) for x in (left, right))),
-        out_dims,
-        order=columns + out_dims,
-        num_deciding=2,
-        name=name,
-    )
-    out = run(left.spread.codes, right.spread.codes, left.spread.scale, right.spread.scale)
-    return gemm.unpadded(_as_matrices(out, len(rows[0])))
+    summed = "".join(x for x in of_a if x not in of_out)
+    order = (summed + out_dims).replace("-", "")
+    operands = *dims, _of_scale(a, dims[0]), _of_scale(b, dims[1])
+    run = on_shards(multiply_part, operands, out_dims, order=order, num_deciding=2, name=name)
+    return run(a.codes, b.codes, a.scale, b.scale)
 
 
-def _next(letters: Iterator[str], count: int) -> str:
-    """Returns the next ``count`` letters."""
-    return "".join(itertools.islice(letters, count))
-
-
-def _as_matrices(x: jax.Array, rank_of_rows: int) -> jax.Array:
-    """Flattens ``(batch, *rows, *columns)`` to matrices; the rows have ``rank_of_rows`` dimensions."""
-    first = 1 + rank_of_rows
-    return x.reshape(x.shape[0], math.prod(x.shape[1:first]), math.prod(x.shape[first:]))
-
-
-def _is_out_of_order(x: QTensor, view: View) -> bool:
-    """Returns whether devices exchange the transpose of ``x``, and each transposes what it receives.
-
-    Codes in square blocks serve both GEMMs of a tensor, transposed in one of them. If both GEMMs take them
-    in the order of the tensor's dimensions, XLA gathers them once.
-    """
-    is_transposed = sorted(view.order) == [*view.batch, *view.contract, *view.free]
-    return is_transposed and x.quantizer.serves(x.quantizer, view)
-
-
-def _swapped(x: QTensor, is_swapped: bool) -> QTensor:
-    """Returns ``x`` with rows and columns swapped if ``is_swapped``, and unchanged otherwise."""
-    return x.quantizer.transpose(x) if is_swapped else x
-
-
-def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
-    """Returns the descriptions of both operands and of the result, see ``on_shards``."""
-    letters = iter(string.ascii_lowercase)
-    lhs = dict(zip(range(len(gemm.lhs.shape)), letters))
-    partners = dict(
-        zip((*gemm.rhs.batch, *gemm.rhs.contract), (*gemm.lhs.batch, *gemm.lhs.contract), strict=True)
-    )
-    rhs = {i: lhs[partners[i]] if i in partners else next(letters) for i in range(len(gemm.rhs.shape))}
-    out = [lhs[i] for i in (*gemm.lhs.batch, *gemm.lhs.free)] + [rhs[i] for i in gemm.rhs.free]
-    return "".join(lhs.values()), "".join(rhs.values()), "".join(out)
+def _partial_dims(x: QTensor, letters: Sequence[str]) -> list[str]:
+    """Returns the letters of the dimensions whose last block is partial."""
+    return [one for one, size, width in zip(letters, x.shape, x.block) if size % width]
 
 
 def quantize_on_shards(
-    kernel: Callable[..., Any],
-    *,
-    block: tuple[int, int],
-    ranks: tuple[int, int],
-    are_whole: tuple[bool, bool],
-    name: str,
-) -> Callable[..., Any]:
-    """Returns ``kernel`` for a stack of matrices that may be split over devices at any block boundary.
+    quantize: Callable[[jax.Array], tuple[QTensor, QTensor]], x: jax.Array, *, name: str
+) -> tuple[QTensor, QTensor]:
+    """Returns ``quantize(x)``; the tensor may be split over devices at any block boundary.
 
     Args:
-        kernel: quantizes a stack of matrices ``(batch, M, N)``, as ``block_quantize``.
-        block: rows and columns of a block; rows are 1 or equal to columns.
-        ranks: the numbers of dimensions that M and N are flattened from. The operand and the results have
-            these dimensions, and each of them may be split.
-        are_whole: whether M and N are multiples of the columns of a block. If one is not, each device gets
-            all of this dimension, and the codes are padded to whole blocks.
-        name: the scope in which the kernel runs; empty for none.
+        quantize: quantizes a tensor in blocks, for each of the two GEMMs that it enters.
+        x: the tensor.
+        name: the scope in which ``quantize`` runs; empty for none.
     """
-    letters = iter(string.ascii_lowercase)
-    batch, rows, columns = (_next(letters, n) for n in (1, *ranks))
-    whole = [dims for dims, is_whole in zip((rows, columns), are_whole) if is_whole]
-    is_square = block[0] > 1
-
-    def pair_dims(rows: str, columns: str) -> tuple[str, str]:
-        """Returns the descriptions of the codes and of the scales of a matrix."""
-        codes, blocks = batch, batch
-        for dims, has_blocks in ((rows, is_square), (columns, True)):
-            if has_blocks and dims not in whole:  # padded
-                codes, blocks = codes + "-" * len(dims), blocks + "-" * len(dims)
-            elif has_blocks:
-                codes, blocks = codes + dims, blocks + dims[:-1] + dims[-1].upper()
-            else:
-                codes, blocks = codes + dims, blocks + dims
-        return codes, blocks
+    pair = jax.eval_shape(quantize, x)
+    letters = string.ascii_lowercase[: x.ndim]
+    partial_ones = {one for q in pair for one in _partial_dims(q, letters)}
+    dims = "".join("-" if one in partial_ones else one for one in letters)
+    results = tuple((dims, _of_scale(q, dims)) for q in pair)
 
     def quantize_part(x: jax.Array) -> Any:
-        behind = 1 + len(rows)
-        rows_of_x, columns_of_x = x.shape[1 : behind - 1], x.shape[behind:-1]
+        return tuple((q.codes, q.scale) for q in quantize(x))
 
-        def spread(matrices: jax.Array, outer_rows: Any, outer_columns: Any) -> jax.Array:
-            """Gives rows and columns their dimensions back.
-
-            The last dimension of each may be padded. It is not given, but follows from the others.
-            """
-            size, num_rows, num_columns = matrices.shape
-            last = num_rows // math.prod(outer_rows), num_columns // math.prod(outer_columns)
-            return matrices.reshape(size, *outer_rows, last[0], *outer_columns, last[1])
-
-        one, other = kernel(_as_matrices(x, len(rows)))
-        return (
-            tuple(spread(a, rows_of_x, columns_of_x) for a in one),
-            tuple(spread(a, columns_of_x, rows_of_x) for a in other),
-        )
-
-    # Codes and scales of each matrix, then those of its transpose.
-    results = pair_dims(rows, columns), pair_dims(columns, rows)
-    return on_shards(
-        quantize_part,
-        [batch + rows + columns],
-        results,
-        order=batch + "".join(whole),
-        num_deciding=1,
-        name=name,
+    run = on_shards(quantize_part, [dims], results, order=dims.replace("-", ""), num_deciding=1, name=name)
+    first, second = (
+        dataclasses.replace(q, codes=codes, scale=scale) for q, (codes, scale) in zip(pair, run(x))
     )
+    return first, second
 
 
 def ragged_on_shards(
@@ -387,18 +243,19 @@ def ragged_on_shards(
     Args:
         multiply: a ragged dot, called as ``(lhs, rhs, group_sizes)``.
         dims: the descriptions of the codes of ``lhs``, of the codes of ``rhs``, and of the result, see
-            ``on_shards``. ``m`` stands for the rows in groups, ``e`` for the experts, and ``-`` for a
-            dimension of size 1.
+            ``on_shards``. ``m`` stands for the rows in groups, and ``e`` for the experts.
         lhs: the left operand.
         rhs: the right operand.
         group_sizes: number of rows of each group.
         name: the scope in which ``multiply`` runs; empty for none.
     """
-    quantizers, row_axis = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
-    of_scales = (_of_scale(x, of) for x, of in zip((lhs, rhs), dims))
+    partial_ones = {x for q, of in zip((lhs, rhs), dims) for x in _partial_dims(q, of)}
+    row_axis = dims[0].index("m")
+    of_lhs, of_rhs, of_out = ("".join("-" if x in partial_ones else x for x in of) for of in dims)
 
-    def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
-        left, right = map(QTensor, (lhs, rhs), (lhs_scale, rhs_scale), quantizers)
+    def kernel(codes: Any, other_codes: Any, scale: Any, other_scale: Any, sizes: Any) -> jax.Array:
+        left = dataclasses.replace(lhs, codes=codes, scale=scale)
+        right = dataclasses.replace(rhs, codes=other_codes, scale=other_scale)
         return multiply(left, right, sizes)
 
     def adapt(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
@@ -407,11 +264,11 @@ def ragged_on_shards(
             sizes = _sizes_of_part(sizes, parts[0].shape[row_axis], axes["m"])
         return *parts, sizes
 
-    order = "".join(dict.fromkeys("".join(dims).replace("e", "").replace("-", "")))
+    order = "".join(dict.fromkeys((of_lhs + of_rhs + of_out).replace("e", "").replace("-", "")))
     run = on_shards(
         kernel,
-        (dims[0], dims[1], *of_scales, "e"),
-        dims[2],
+        (of_lhs, of_rhs, _of_scale(lhs, of_lhs), _of_scale(rhs, of_rhs), "e"),
+        of_out,
         order=order,
         num_deciding=2,
         name=name,
@@ -421,23 +278,17 @@ def ragged_on_shards(
 
 
 def _of_scale(x: QTensor, of_codes: str) -> str:
-    """Returns the description of the scales of ``x``, see ``on_shards``.
+    """Returns the description of the scales of ``x``, see ``on_shards``, given that of the codes.
 
     With scales per block each dimension of blocks gets a letter, also if its size is 1. This keeps devices
     from splitting a single block.
-
-    Args:
-        x: the operand. The description of a scalar scale is the empty string.
-        of_codes: the description of the codes.
     """
-    scale = x.scale
-    if scale.ndim != x.codes.ndim:
-        return "-" * scale.ndim
-    is_per_block = x.quantizer.scales_along_contraction
-    return "".join(
-        letter if n == size else letter.upper() if is_per_block else "-"
-        for letter, n, size in zip(of_codes, scale.shape, x.codes.shape)
-    )
+    if x.scale.ndim != len(of_codes):
+        return "-" * x.scale.ndim
+    if x.block:
+        return "".join(one.upper() if width > 1 else one for one, width in zip(of_codes, x.block))
+    sizes = zip(of_codes, x.scale.shape, x.shape)
+    return "".join(one if size == whole else "-" for one, size, whole in sizes)
 
 
 def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:

@@ -1,4 +1,4 @@
-"""``contract`` chooses how a contraction runs: in FP8, frozen, wide, or observed."""
+"""``run`` chooses how a contraction runs: in FP8, frozen, wide, or observed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,42 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._compat.report_primitive import with_report
-from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of
+from fp8flax._core.formats import is_wide_float
+from fp8flax._core.measuring import Numbers, merged_calls, numbers_of
 from fp8flax._core.mode import Observing, is_calibrating, mode
 from fp8flax._core.names import KEPT_WIDE
 from fp8flax._core.observe import observed, report_amax, report_cotangent
-from fp8flax._core.plans.contraction import (
+from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Extra,
     Scales,
     States,
+    contract,
     explicit_axes,
     explicit_sharding,
     on_automatic_axes,
     quantized_product,
 )
-from fp8flax._core.plans.engine import run
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
-from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantize import inf_to_nan
-from fp8flax._core.quantizers import quantized, quantized_and_back, serves
+from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.quantize import as_float_array, inf_to_nan
+from fp8flax._core.quantizers import quantized, quantized_and_back
 from fp8flax._core.state.state import as_state, scales_of, step_scales
 from fp8flax._core.tracing import traced_once
 
 
-def contract(
+def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands as arrays; raises ``TypeError`` if a dtype is not a wide float."""
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
+        raise TypeError(
+            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
+            f"{preferred_element_type!r}."
+        )
+    return as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+
+
+def run(
     plan: Contraction,
     lhs: jax.Array,
     rhs: jax.Array,
@@ -58,30 +69,31 @@ def contract(
         states: scaling states of the roles that have delayed scaling.
         is_frozen: whether the states do not change. Tangents and cotangents are then multiplied in wide
             dtypes, with the values of the quantized operands.
-        stored_kernel: a packed kernel, which makes the contraction a frozen one. The values of ``rhs`` are
-            then not read.
-        input_scale: the scale of the input for a packed kernel; None without delayed scaling.
+        stored_kernel: a kernel from ``packed_kernel``, which makes the contraction a frozen one. The values
+            of ``rhs`` are then not read.
+        input_scale: the scale of the input for a stored kernel; None without delayed scaling.
     """
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return _wide(plan, lhs, rhs, extra)
     if stored_kernel is not None:
         plan.warn(plan.recipe.forward)
-        plan = dataclasses.replace(plan, is_packed=True)
+        plan = dataclasses.replace(plan, is_stored=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
     checked = {}
     for role in plan.configs:
         scale, amax_history = getattr(states, role)
-        checked[role] = as_state(scale, amax_history, int(role in plan.stacked))
+        checked[role] = as_state(scale, amax_history, int(plan.dims[role][0].is_stack))
+    is_qdq = isinstance(plan, FakeQuantized)
     if is_frozen:
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
-        return (_frozen_qdq if plan.is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
+        return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
     if is_calibrating():
         return _observed(lambda x, w: _wide(plan, x, w, extra), plan, lhs, rhs, extra, checked)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    compute: Callable[..., jax.Array] = _run_qdq if plan.is_qdq else run
+    compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
     scales = step_scales(plan.configs, checked)
 
     def multiply(*operands: jax.Array) -> jax.Array:
@@ -98,36 +110,58 @@ def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> ja
     return product(lhs, rhs, extra)
 
 
-# FP8.
+# Quantize-dequantize.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeQuantized(Contraction):
+    """A product in quantize-dequantize form: ``in_qdq`` of both operands, the product, and ``out_qdq``.
+
+    JAX differentiates the product, any number of times. Each tensor has one scale, so it does not matter
+    which dimensions are contracted.
+    """
+
+    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+    """The product of wide operands."""
+    on_warn: Callable[[], None] = lambda: None
+
+    @property
+    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+        return dict.fromkeys(("input", "kernel", "output_grad"), (Dims(0, ()), Dims(0, ())))
+
+    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        del role, extra
+        return x
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+        del extra
+        return self.multiply(lhs, rhs)
+
+    def warn(self, *recipes: Any) -> None:
+        del recipes
+        self.on_warn()
 
 
 def _run_qdq(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
-    """Returns the quantize-dequantize form: ``in_qdq`` of both operands, the product, and ``out_qdq``.
-
-    JAX differentiates the product, any number of times. Both uses of a tensor have the same quantizer.
-    """
-    lhs = _in_qdq(plan, "input", operands[0], scales.get("input"))
-    rhs = _in_qdq(plan, "kernel", operands[1], scales.get("kernel"))
-    out = plan.fake_quantized(lhs, rhs, extra)
+    """Returns the result of a ``FakeQuantized`` contraction."""
+    lhs, rhs = (
+        in_qdq_with_scale(plan.configs[role], x, scales[role])
+        if role in scales
+        else quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], None)
+        for role, x in zip(("input", "kernel"), operands)
+    )
+    out = plan.wide(lhs, rhs, extra)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.configs["output_grad"], out, scales["output_grad"])
     return observed(partial(_cast_output_grad, plan), out, (), innermost_only=True)
 
 
-def _in_qdq(plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns an operand cast to FP8 and back; unchanged if the recipe does not quantize the operand."""
-    if scale is not None:
-        return in_qdq_with_scale(plan.configs[role], x, scale)
-    _, quantizer, view = plan.uses(role).first
-    return quantized_and_back(quantizer, view, x, None)
-
-
 def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
     """Observer of the result: casts the output gradient to FP8 and back, without delayed scaling."""
-    _, quantizer, view = plan.uses("output_grad").first
-    return quantized_and_back(quantizer, view, inf_to_nan(g), None), args
+    quantizer, _ = plan.recipe.of_role("output_grad")
+    return quantized_and_back(quantizer, inf_to_nan(g), plan.dims["output_grad"][0], None), args
 
 
 # Frozen.
@@ -139,30 +173,41 @@ class _Fixed(NamedTuple):
     scales: dict[str, jax.Array]
     """The delayed scales, by role."""
     kernel: QTensor | None
-    """The packed kernel; None if each call quantizes a wide kernel."""
+    """The stored kernel; None if each call quantizes a wide kernel."""
 
 
 def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
+
+    The scales are those of the kernel in canonical form.
 
     Args:
         plan: the plan of the op; its recipe must quantize the kernel in the forward product.
         kernel: the kernel, a wide float.
         scale: the scale for delayed scaling; ignored otherwise.
     """
-    _, quantizer, view = plan.uses("kernel").first
+    quantizer, _ = plan.recipe.of_role("kernel")
 
     def pack(kernel: jax.Array) -> QTensor:
-        operand = quantized(quantizer, kernel, view, scale)
-        return operand.quantizer.pack(operand, view)
+        made = quantized(quantizer, plan.canonical("kernel", kernel, ()), plan.dims["kernel"][0], scale)
+        return QTensor(plan.original("kernel", made.codes), made.scale, quantizer)
 
     sharding = explicit_sharding(kernel)
-    if sharding is None or quantizer is None or not quantizer.scales_along_contraction:
+    if sharding is None:
         return pack(kernel)
-    # JAX cannot derive the sharding of a reshape that makes blocks.
+    # JAX cannot derive the sharding of a reshape.
     mesh = sharding.mesh
     out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), quantizer)
     return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel)
+
+
+def _unpacked(plan: Contraction, stored: QTensor) -> QTensor:
+    """Returns a stored kernel in canonical form."""
+    quantizer, (dims, _) = stored.quantizer, plan.dims["kernel"]
+    block = quantizer.block_of(dims) if quantizer.scales_along_contraction else ()
+    # Codes in another dtype would give the same values, and run wide.
+    assert stored.codes.dtype == quantizer.dtype
+    return QTensor(plan.canonical("kernel", stored.codes, ()), stored.scale, quantizer, block)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
@@ -171,38 +216,37 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
 @traced_once
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-    return on_automatic_axes(plan, quantized_product, plan.out_sharding)(lhs, rhs, extra, *fixed)
+
+    def product(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
+        stored = None if fixed.kernel is None else _unpacked(plan, fixed.kernel)
+        return quantized_product(plan, lhs, rhs, extra, fixed.scales, stored)
+
+    return on_automatic_axes(plan, product, plan.out_sharding)(lhs, rhs, extra, fixed)
 
 
-def _along_lhs(
-    plan: Contraction, tangent: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
-) -> jax.Array:
-    """Returns dx . q(w): the wide product of the input's tangent and the dequantized kernel."""
-    _, quantizer, view = plan.uses("kernel").first
-    if fixed.kernel is not None:
-        unpacked = fixed.kernel.quantizer.unpack(fixed.kernel, view)
-        return plan.wide(tangent, unpacked.dequantize(view, plan.rhs.dtype), extra)
-    quantize = partial(quantized_and_back, quantizer, view)
-    scale = fixed.scales.get("kernel")
-    return plan.wide(tangent, plan.each("kernel", quantize, rhs, scale), extra)
-
-
-def _along_rhs(
-    plan: Contraction, tangent: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed
-) -> jax.Array:
-    """Returns q(x) . dw: the wide product of the dequantized input and the kernel's tangent."""
-    lhs = plan.prepared("input", lhs, extra)
-    _, quantizer, view = plan.uses("input").first
-    return plan.wide(quantized_and_back(quantizer, view, lhs, fixed.scales.get("input")), tangent, extra)
+def _values(plan: Contraction, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    """Returns the values of a quantized operand, wide and in its own shape."""
+    if role == "kernel" and fixed.kernel is not None:
+        return plan.original(role, _unpacked(plan, fixed.kernel).dequantize(plan.rhs.dtype))
+    (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
+    x = plan.canonical(role, x, extra)
+    return plan.original(role, quantized_and_back(quantizer, x, dims, fixed.scales.get(role)))
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
+
+    def along_lhs(plan: Contraction, dx: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
+        return plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra)
+
+    def along_rhs(plan: Contraction, dw: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
+        return plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra)
+
     with jax.named_scope(KEPT_WIDE):
         terms = [
             on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
-            for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
+            for along, tangent, other in ((along_lhs, lhs_dot, rhs), (along_rhs, rhs_dot, lhs))
             if not isinstance(tangent, SymbolicZero)
         ]
     out = _frozen(plan, lhs, rhs, extra, fixed)
@@ -217,10 +261,10 @@ def _frozen_qdq(
 ) -> jax.Array:
     """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
     x, w = (
-        quantized_and_back(use.quantizer, use.view, operand, fixed.scales.get(use.role))
-        for use, operand in ((plan.uses("input").first, lhs), (plan.uses("kernel").first, rhs))
+        quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], fixed.scales.get(role))
+        for role, x in (("input", lhs), ("kernel", rhs))
     )
-    return plan.fake_quantized(x, w, extra)
+    return plan.wide(x, w, extra)
 
 
 # Observing.
@@ -283,7 +327,7 @@ def _reported(
 
 def _amax_of_role(role: str, plan: Contraction, x: jax.Array, extra: Extra) -> jax.Array:
     """Returns the amax of a tensor, or the amaxes of a stack."""
-    return plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
+    return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
 
 
 def _numbers_of_role(
@@ -294,14 +338,15 @@ def _numbers_of_role(
     At least one of the two quantizers is not None.
     """
     x, scale = lax.stop_gradient((x, scale))
-    x = plan.prepared(role, x, extra)
-    first, second = plan.uses(role)
-    uses = (first,) if serves(first.quantizer, second.quantizer, first.view) else (first, second)
+    x = plan.canonical(role, x, extra)
+    uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
+    first, second = (quantizer for quantizer, _ in uses)
+    if first == second and first is not None and first.serves_both:
+        uses = uses[:1]
     found = []
-    for _, quantizer, view in uses:
+    for quantizer, dims in uses:
         if quantizer is not None:
-            numbers = plan.each(role, partial(numbers_of, quantizer, view), x, scale)
-            found.append(merged(numbers) if role in plan.stacked else numbers)
+            found.append(numbers_of(quantizer, dims, x, scale))
     # ``nonfinite`` counts elements of the tensor; the other counts are per cast. So it must not be added
     # up over the two quantizers.
     return merged_calls(found)._replace(nonfinite=found[0].nonfinite)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.plans.conv import fp8_conv_general_dilated, is_matmul
-from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from fp8flax._core.plans.row import GemmSizes, OpRow, Shape, Swapped, add_rows
+from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
+from fp8flax._core.ops.conv import fp8_conv_general_dilated, is_matmul
+from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.row import GemmSizes, OpRow, Shape, Swapped, add_rows
 
 # Matmuls.
 

@@ -6,10 +6,10 @@ quantize-dequantize around a convolution in a wide dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,21 +18,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, is_compiling_ahead
-from fp8flax._core.gemm.request import sum_dtype_of
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
-from fp8flax._core.plans.contraction import (
-    STATELESS,
-    Contraction,
-    Extra,
-    Operand,
-    States,
-    check_operands,
-)
-from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
-from fp8flax._core.plans.modes import contract
-from fp8flax._core.qtensor import View
-from fp8flax._core.recipes import GemmRecipe, Recipe
+from fp8flax._core.ops.contract import STATELESS, Operand, States
+from fp8flax._core.ops.dot_general import fp8_dot_general, hashable_precision
+from fp8flax._core.ops.modes import FakeQuantized, check_operands, run
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 
 
@@ -151,43 +143,27 @@ def _as_matmul(
     return x, kernel, tuple(map(int, permutation))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvPlan(Contraction):
-    """A convolution that is not a matmul: quantize-dequantize around JAX's convolution."""
+def _convolved(conv: _Convolution, out_dtype: Any, scope: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the convolution of wide operands that hold FP8 values; ``scope`` tells an audit why."""
+    # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
+    # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    dtype = out_dtype
+    if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
+        dtype = sum_dtype_of(dtype, lhs.dtype)
+    with jax.named_scope(scope):
+        return conv(lhs.astype(dtype), rhs.astype(dtype), dtype).astype(out_dtype)
 
-    conv: _Convolution
-    out_shape: tuple[int, ...]
 
-    @property
-    def views(self) -> dict[str, tuple[View, View]]:
-        """For each role, a view without contracted dimensions: they do not affect one scale per tensor."""
-        lhs, rhs, g = (View(shape, (), ()) for shape in (self.lhs.shape, self.rhs.shape, self.out_shape))
-        return {"input": (lhs, lhs), "kernel": (rhs, rhs), "output_grad": (g, g)}
-
-    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
-        del extra
-        # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
-        # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
-        lhs, rhs = lax.optimization_barrier((lhs, rhs))
-        dtype = self.out_dtype
-        if dtype != self.lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
-            dtype = sum_dtype_of(dtype, self.lhs.dtype)
-        with jax.named_scope(KEPT_WIDE if None in self.recipe.quantizers else CONVOLVED_WIDE):
-            return self.conv(lhs.astype(dtype), rhs.astype(dtype), dtype).astype(self.out_dtype)
-
-    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
-        del extra
-        return self.conv(lhs, rhs, self.out_dtype)
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        """Warns that this convolution has FP8 values, but not the speed of FP8."""
-        if not is_compiling_ahead():  # an audit compiles for another device than the current one
-            warnings.warn(
-                "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
-                "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
-                Fp8EmulationWarning,
-                stacklevel=1,
-            )
+def _warn() -> None:
+    """Warns that a convolution that is not a matmul has FP8 values, but not the speed of FP8."""
+    if not is_compiling_ahead():  # an audit compiles for another device than the current one
+        warnings.warn(
+            "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
+            "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
 
 
 def _check_recipe(recipe: Recipe, conv: _Convolution) -> None:
@@ -337,13 +313,13 @@ def fp8_conv_general_dilated(
         )
         return lax.transpose(y, permutation)
     _check_recipe(recipe, conv)
-    plan = ConvPlan(
+    scope = KEPT_WIDE if None in recipe.gemms.quantizers else CONVOLVED_WIDE
+    plan = FakeQuantized(
         recipe=recipe.gemms,
         lhs=Operand.of(lhs)._replace(sharding=None),
         rhs=Operand.of(rhs)._replace(sharding=None),
         out_dtype=out.dtype,
-        is_qdq=True,
-        conv=conv,
-        out_shape=out.shape,
+        multiply=partial(_convolved, conv, out.dtype, scope),
+        on_warn=_warn,
     )
-    return contract(plan, lhs, rhs, states=states, is_frozen=is_frozen)
+    return run(plan, lhs, rhs, states=states, is_frozen=is_frozen)

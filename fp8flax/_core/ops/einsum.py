@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.request import DimensionNumbers
+from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.shapes import Float
 
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.request import DimensionNumbers, Gemm
+from fp8flax._core.gemm.gemm import multiply
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.mode import is_calibrating
-from fp8flax._core.options import check_choice
-from fp8flax._core.plans.contraction import (
+from fp8flax._core.names import DGRAD, FORWARD
+from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
+from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Extra,
     Operand,
     States,
-    check_operands,
-    on_automatic_axes,
+    explicit_axes,
+    explicit_sharding,
 )
-from fp8flax._core.plans.modes import contract
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.ops.modes import FakeQuantized, check_operands, run
+from fp8flax._core.options import check_choice
+from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.quantizers import BlockQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Float32
 
@@ -95,120 +94,73 @@ def _dot_general_with_precision_jvp(
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
 
-class _Gemms(NamedTuple):
-    """The three GEMMs of a matmul. The results of dgrad and wgrad still need a transpose."""
-
-    forward: Gemm
-    dgrad: Gemm
-    dgrad_axes: tuple[int, ...]
-    """For each axis of the result of dgrad, the corresponding axis of ``lhs``."""
-    wgrad: Gemm
-    wgrad_axes: tuple[int, ...]
-    """For each axis of the result of wgrad, the corresponding axis of ``rhs``."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DotPlan(Contraction):
-    """The three GEMMs of ``lax.dot_general``."""
+class DotContraction(Contraction):
+    """The three products of ``lax.dot_general``."""
 
     dimension_numbers: _Dims
+    out_shape: tuple[int, ...]
     has_given_sharding: bool = False
     """Whether the caller has passed ``out_sharding``. If not, JAX derived it from the operands."""
 
     @cached_property
-    def gemms(self) -> _Gemms:
-        """The GEMMs of forward, dgrad and wgrad, for ``out = dot_general(lhs, rhs)``.
-
-        The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
-
-        * dgrad contracts ``g`` with ``rhs`` over the free axes of ``rhs``. The axes of its result are
-          ``(batch, free of lhs, contracted axes in the order of rhs)``.
-        * wgrad contracts ``lhs`` with ``g`` over the free axes of ``lhs``. The axes of its result are
-          ``(batch, contracted axes in the order of lhs, free of rhs)``. For a Dense layer this is the
-          kernel's order.
-
-        A transpose then puts the axes of each result into the order of ``lhs`` or ``rhs``.
-        """
-        forward = self.gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
-        forward = forward._replace(has_barrier=True)
-        lhs, rhs = forward.lhs, forward.rhs
-        axes = iter(range(len(forward.out_shape)))
-        g_batch, g_lhs_free, g_rhs_free = (
-            tuple(itertools.islice(axes, len(dims))) for dims in (lhs.batch, lhs.free, rhs.free)
-        )
-        g = Operand(forward.out_shape, self.out_dtype, None, frozenset())
-        partner_in_lhs = dict(zip(rhs.contract, lhs.contract))
-        partner_in_rhs = dict(zip(lhs.contract, rhs.contract))
-        dgrad_axes = (*lhs.batch, *lhs.free, *(partner_in_lhs[i] for i in sorted(rhs.contract)))
-        wgrad_axes = (*rhs.batch, *(partner_in_rhs[i] for i in sorted(lhs.contract)), *rhs.free)
-        dgrad_dims = (g_rhs_free, rhs.free), (g_batch, rhs.batch)
-        wgrad_dims = (lhs.free, g_lhs_free), (lhs.batch, g_batch)
-        dgrad = self.gemm("dgrad", dgrad_dims, g, self.rhs, self.lhs.dtype)
-        wgrad = self.gemm("wgrad", wgrad_dims, self.lhs, g, self.rhs.dtype)
-        return _Gemms(
-            forward,
-            dgrad._replace(out_sharding=_permuted(self.lhs.sharding, dgrad_axes)),
-            dgrad_axes,
-            wgrad._replace(out_sharding=_permuted(self.rhs.sharding, wgrad_axes)),
-            wgrad_axes,
-        )
-
-    @cached_property
-    def views(self) -> dict[str, tuple[View, View]]:
-        forward, dgrad, _, wgrad, _ = self.gemms
-        return {
-            "input": (forward.lhs, wgrad.lhs),
-            "kernel": (forward.rhs, dgrad.rhs),
-            "output_grad": (dgrad.lhs, wgrad.rhs),
-        }
+    def form(self) -> Canonical:
+        """The canonical form of the contraction."""
+        quantizers = [q for q in self.recipe.quantizers if q is not None]
+        blocks = {n for q in quantizers if isinstance(q, BlockQuantizer) for n in q.block}
+        in_pairs = not blocks and self.lhs.sharding is None
+        shapes = self.lhs.shape, self.rhs.shape
+        return canonical(*shapes, self.dimension_numbers, sorted(blocks), in_pairs=in_pairs)
 
     @property
     def is_automatic(self) -> bool:
-        """Whether XLA chooses the shardings inside of the matmul, because JAX cannot derive them.
+        """Returns whether XLA chooses the shardings inside, because JAX cannot derive them.
 
-        JAX cannot derive the sharding of a reshape that makes blocks. It also cannot derive the sharding of
-        the result if the operands do not determine it; callers then pass ``out_sharding``.
+        JAX cannot derive the sharding of a reshape. It also cannot derive the sharding of the result if the
+        operands do not determine it; callers then pass ``out_sharding``.
         """
-        per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
-        return self.lhs.sharding is not None and (per_block or self.has_given_sharding)
+        has_blocks = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
+        is_explicit = self.lhs.sharding is not None
+        return is_explicit and (has_blocks or self.has_given_sharding or self.form.is_reshaped)
 
-    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
-        del extra
-        return lowered(self.gemms.forward, lhs, rhs)
+    @property
+    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+        return self.form.dims
 
-    def dgrad(self, g: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         del extra
-        out = lowered(self.gemms.dgrad, g, rhs)
-        return lax.transpose(out, np.argsort(self.gemms.dgrad_axes))
+        if role == "output_grad":
+            return x if x.shape == self.form.output_shape else x.reshape(self.form.output_shape)
+        return self._layout(role).to(x)
 
-    def wgrad(self, lhs: Any, g: Any, extra: Extra = ()) -> jax.Array:
+    def original(self, role: str, x: jax.Array) -> jax.Array:
+        if role == "output":
+            return x if x.shape == self.out_shape else x.reshape(self.out_shape)
+        return self._layout(role).back(x)
+
+    def canonical_sharding(self, role: str) -> Any:
+        operand = self.lhs if role == "input" else self.rhs
+        return self._layout(role).sharding(operand.sharding)
+
+    def _layout(self, role: str) -> Layout:
+        return self.form.x if role == "input" else self.form.kernel
+
+    def product(self, name: str, a: Any, b: Any, extra: Extra = ()) -> jax.Array:
         del extra
-        out = lowered(self.gemms.wgrad, lhs, g)
-        return lax.transpose(out, np.argsort(self.gemms.wgrad_axes))
+        gemm, order = self.gemm(name, self.form.products[name]), self.form.kernel.order
+        if name != FORWARD:
+            sharding = self.canonical_sharding("input" if name == DGRAD else "kernel")
+            return multiply(gemm._replace(out_sharding=sharding), a, b)
+        is_in_order = not self.form.num_batch and order == tuple(range(len(order)))
+        return multiply(gemm._replace(is_stored=self.is_stored and is_in_order), a, b)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return self.gemms.forward.reference(lhs, rhs)
-
-    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
-        del extra
-
-        def product(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            dims, precision = plan.dimension_numbers, plan.precision
-            return dot_general_with_precision(lhs, rhs, dims, precision, plan.out_dtype)
-
-        return on_automatic_axes(self, product, self.out_sharding)(lhs, rhs)
+        dims, precision = self.dimension_numbers, self.precision
+        return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        if not self.is_qdq:
-            warn_if_emulated(*recipes)
-
-
-def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
-    """Returns the sharding of ``lax.transpose(x, axes)``, given the sharding of ``x`` or None."""
-    if sharding is None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
+        warn_if_emulated(*recipes)
 
 
 def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
@@ -273,9 +225,8 @@ def dot_plan(
     preferred_element_type: Any = None,
     *,
     recipe: CustomRecipe,
-    is_qdq: bool = False,
     out_sharding: Any = None,
-) -> DotPlan:
+) -> DotContraction:
     """Returns the plan of a matmul.
 
     The operands are arrays, or their shapes and dtypes. The recipe is in parts, as ``Recipe.gemms`` returns
@@ -292,15 +243,15 @@ def dot_plan(
         lhs,
         rhs,
     )
-    return DotPlan(
-        recipe=recipe if is_qdq else with_precision(recipe, precision),
+    return DotContraction(
+        recipe=with_precision(recipe, precision),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         out_sharding=getattr(out, "sharding", None),
         precision=hashable_precision(precision),
-        is_qdq=is_qdq,
         dimension_numbers=_hashable_dims(dimension_numbers),
+        out_shape=out.shape,
         has_given_sharding=out_sharding is not None,
     )
 
@@ -352,6 +303,27 @@ def fp8_dot_general(
     """
     _check_form(form, recipe.gemms)
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    if form == "qdq":
+        dims, more = (
+            _hashable_dims(dimension_numbers),
+            (hashable_precision(precision), preferred_element_type),
+        )
+
+        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return dot_general_with_precision(lhs, rhs, dims, *more)
+
+        if out_sharding is not None and (sharding := explicit_sharding(lhs)) is not None:
+            axes = explicit_axes(sharding.mesh)
+            product = jax.sharding.auto_axes(product, axes=axes, out_sharding=out_sharding)
+        out = jax.eval_shape(product, lhs, rhs)  # lax raises its own errors
+        qdq = FakeQuantized(
+            recipe=recipe.gemms,
+            lhs=Operand.of(lhs),
+            rhs=Operand.of(rhs),
+            out_dtype=out.dtype,
+            multiply=product,
+        )
+        return run(qdq, lhs, rhs, states=states, is_frozen=is_frozen)
     plan = dot_plan(
         lhs,
         rhs,
@@ -359,10 +331,9 @@ def fp8_dot_general(
         precision,
         preferred_element_type,
         recipe=recipe.gemms,
-        is_qdq=form == "qdq",
         out_sharding=out_sharding,
     )
-    return contract(
+    return run(
         plan,
         lhs,
         rhs,

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.request import DimensionNumbers
-from fp8flax._core.plans.einsum import einsum_with
+from fp8flax._core.ops.canonical import DimensionNumbers
+from fp8flax._core.ops.einsum import einsum_with
 from fp8flax._core.shapes import Float, Integer
 
 

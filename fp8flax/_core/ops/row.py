@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from fp8flax._core.plans.calls import Called
+from fp8flax._core.ops.calls import Called
 
 if TYPE_CHECKING:
-    from fp8flax._core.plans.contraction import Contraction
+    from fp8flax._core.ops.contract import Contraction
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,465 @@
+"""Multiplies two operands, quantized or wide: the only file that decides how a GEMM runs.
+
+On NVIDIA GPUs a product of FP8 codes runs, in this order of preference, by
+
+* cublasLt, or a GPU kernel that XLA makes, if the scales do not change along the contraction;
+* the units of Blackwell, or our GPU kernel for Hopper, if they do;
+* a GEMM of the dequantized values, if the GPU has none of these.
+
+On all other devices the same values are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
+
+from fp8flax._compat.choice_at_lowering import row_major, unless_partitioned
+from fp8flax._core.axes import vary_alike
+from fp8flax._core.gemm.gpus import (
+    NATIVE_FP8,
+    NATIVE_MX,
+    compute_capability,
+    is_hopper,
+    takes_algorithms,
+)
+from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
+from fp8flax._core.gemm.units import is_for_hopper
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
+from fp8flax._core.no_derivative import no_derivative
+from fp8flax._core.ops.canonical import DimensionNumbers
+from fp8flax._core.qtensor import BLOCK, Dims, QTensor, dequantized
+from fp8flax._core.quantizers import MX_COLUMNS
+from fp8flax._core.scaling import apply_scales
+
+ALGORITHMS = {
+    "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
+    "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+}
+"""The algorithm of ``dot_general`` that makes XLA use cublasLt, by ``GemmRecipe.accumulation``."""
+
+_PRECISIONS = {"fast": lax.Precision.DEFAULT, "exact": lax.Precision.HIGHEST}
+"""The precision that makes cublasLt accumulate like the algorithm, if XLA does not use Triton."""
+
+Operand = QTensor | jax.Array
+
+
+class Gemm(NamedTuple):
+    """One GEMM (hashable): what is contracted, and how the result is made."""
+
+    dims: DimensionNumbers
+    """As for ``lax.dot_general``. The batch dimensions are the first ones of both operands."""
+    lhs_dtype: np.dtype
+    """The dtype of the left operand before it was quantized."""
+    rhs_dtype: np.dtype
+    out_dtype: np.dtype
+    accumulation: str = "exact"
+    """``GemmRecipe.accumulation``, for operands with scales per tensor or slice."""
+    precision: Any = None
+    """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
+    out_sharding: Any = None
+    """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
+    has_barrier: bool = False
+    """Whether XLA must fuse no later operation into a call of cublasLt; see ``_apart``."""
+    is_stored: bool = False
+    """Whether the right operand is a frozen kernel, which is stored in the order of its dimensions."""
+
+    @property
+    def num_batch(self) -> int:
+        """Returns the number of batch dimensions."""
+        return len(self.dims[1][0])
+
+    def lhs(self, a: Any) -> Dims:
+        """Returns which dimensions of the left operand are contracted."""
+        return Dims(a.ndim, tuple(self.dims[0][0]), self.num_batch)
+
+    def rhs(self, b: Any) -> Dims:
+        """Returns which dimensions of the right operand are contracted."""
+        return Dims(b.ndim, tuple(self.dims[0][1]), self.num_batch)
+
+    def sizes(self, a: Any, b: Any) -> tuple[int, int, int]:
+        """Returns M, K and N of one matrix product of the batch."""
+        return (
+            math.prod(a.shape[i] for i in self.lhs(a).free),
+            math.prod(a.shape[i] for i in self.lhs(a).contract),
+            math.prod(b.shape[i] for i in self.rhs(b).free),
+        )
+
+    def out_shape(self, a: Any, b: Any) -> tuple[int, ...]:
+        """Returns the shape of the result."""
+        rows, columns = (a.shape[i] for i in self.lhs(a).free), (b.shape[i] for i in self.rhs(b).free)
+        return (*a.shape[: self.num_batch], *rows, *columns)
+
+
+def multiply(gemm: Gemm, a: Operand, b: Operand) -> jax.Array:
+    """Returns ``lax.dot_general`` of the values of two operands, in ``gemm.out_dtype``."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
+        with jax.named_scope(KEPT_WIDE):
+            return _wide(gemm, a, b)
+    if a.quantizer.scales_along_contraction != b.quantizer.scales_along_contraction:
+        with jax.named_scope(DEQUANTIZED):
+            return _wide(gemm, a, b)
+    if a.quantizer.scales_along_contraction:
+        return no_derivative(partial(_blocks, gemm))(a, b)
+    on_gpu = _of_codes(gemm, a, b)
+    if on_gpu is None:
+        return _emulated(gemm, a, b)
+    # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
+    # the dots of each platform, and keep all of them.
+    run = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=partial(_emulated, gemm)))
+    product: jax.Array = run(a, b)
+    return product
+
+
+# Wide operands, and the reference for FP8.
+
+
+def sum_dtype_of(*dtypes: Any) -> np.dtype:
+    """Returns the dtype of sums of products: float64 if one of the dtypes is float64, otherwise float32."""
+    return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+
+
+def _wide(gemm: Gemm, a: Operand, b: Operand) -> jax.Array:
+    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=gemm.dims,
+        precision=gemm.precision,  # None takes jax.default_matmul_precision
+        out_sharding=gemm.out_sharding,
+    )
+    if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
+        # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
+        # multiplied by the scales first, XLA would write the wide kernel to memory.
+        wide = sum_dtype_of(a.dtype, gemm.out_dtype)
+        out = dot(a, b.codes.astype(a.dtype), preferred_element_type=wide)
+        return (out * _as_result(b, gemm.rhs(b), out.ndim, is_left=False).astype(wide)).astype(
+            gemm.out_dtype
+        )
+    values = dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype)
+    return dot(*values, preferred_element_type=gemm.out_dtype)
+
+
+def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies codes in float32, which holds their products exactly, and then by the scales."""
+    wide = sum_dtype_of(gemm.out_dtype)
+    return _scaled(gemm, _dot(gemm, a.codes.astype(wide), b.codes.astype(wide), None, wide), a, b)
+
+
+def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
+    """Dequantizes both operands to a wide dtype and multiplies them."""
+    sum_dtype = sum_dtype_of(dtype)
+    # GPUs would round operands in float32 to TF32.
+    precision = lax.Precision.HIGHEST if dtype == sum_dtype else None
+    with jax.named_scope(DEQUANTIZED):
+        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), precision, sum_dtype)
+    return out.astype(gemm.out_dtype)
+
+
+def _dot(gemm: Gemm, a: jax.Array, b: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
+    """Returns ``lax.dot_general`` of two arrays; precision None is the default of XLA."""
+    return lax.dot_general(
+        a,
+        b,
+        gemm.dims,
+        # Not None: None would take the precision of jax.default_matmul_precision.
+        lax.Precision.DEFAULT if precision is None else precision,
+        preferred_element_type=sum_dtype,
+        out_sharding=gemm.out_sharding,
+    )
+
+
+def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
+    """Returns ``out``, the product of the codes, times the scales of both operands, in ``out_dtype``."""
+    a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
+    b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+    if not a_scale.ndim:
+        # XLA would multiply two constant scales (of a closed-over model), and could overflow.
+        a_scale = lax.optimization_barrier(a_scale)
+    if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
+        out = out * a_scale.astype(out.dtype) * b_scale.astype(out.dtype)
+    else:
+        out = apply_scales(out.astype(jnp.float32), a_scale, b_scale)
+    return out.astype(gemm.out_dtype)
+
+
+def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array:
+    """Returns the scales of an operand in the dimensions of the result: batch, free left, free right."""
+    scale = x.scale.astype(jnp.float32)
+    if not scale.ndim:
+        return scale
+    num_free = len(dims.free)
+    scale = lax.transpose(scale, dims.in_order)
+    scale = lax.squeeze(scale, range(dims.num_batch + num_free, x.ndim))
+    start = dims.num_batch if is_left else ndim - num_free
+    places = (*range(dims.num_batch), *range(start, start + num_free))
+    return lax.expand_dims(scale, [i for i in range(ndim) if i not in places])
+
+
+# One scale per tensor, or per slice along the contraction.
+
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), _E5M2}
+
+_TINY = 100
+"""XLA for GPUs multiplies matrices with fewer elements than this in both operands without a GEMM.
+
+It does so in float16, where a product can overflow: 448 times 448 is inf (seen on an H100)."""
+
+_CUBLASLT_MULTIPLE = 16
+"""cublasLt takes FP8 operands whose sizes are multiples of this. For others XLA would pad by a copy."""
+
+_FEW_ROWS = 256
+"""The largest number of rows for which a frozen kernel is not transposed, see ``_is_decoding``.
+
+The largest power of two below the 440 rows of its estimate; not measured on a GPU."""
+
+
+def _is_in_fp8(a: QTensor, b: QTensor) -> bool:
+    """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
+    return {a.codes.dtype, b.codes.dtype} <= _OCP_DTYPES
+
+
+def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | None:
+    """Returns the function by which an NVIDIA GPU multiplies the codes; None if it cannot."""
+    capability = compute_capability()  # 0: the GPU is unknown
+    sizes = rows, depth, columns = gemm.sizes(a, b)
+    # Under jax.export a size may be symbolic.
+    is_tiny = all(isinstance(n, int) for n in sizes) and (rows + columns) * depth < _TINY
+    if not _is_in_fp8(a, b) or 0 < capability < NATIVE_FP8 or is_tiny:
+        return None
+    fits_cublaslt = (
+        gemm.accumulation in ALGORITHMS
+        and not any(size % _CUBLASLT_MULTIPLE for size in sizes)
+        # cublasLt does not multiply e5m2 by e5m2.
+        and not a.codes.dtype == b.codes.dtype == _E5M2
+        and not _is_decoding(gemm, capability, rows)
+    )
+    return partial(_cublaslt if fits_cublaslt else _xla_kernel, gemm)
+
+
+def _is_decoding(gemm: Gemm, capability: float, rows: int) -> bool:
+    """Returns whether a GEMM multiplies few rows by a frozen kernel that must be transposed for cublasLt.
+
+    On Hopper XLA would transpose the codes at each call, which moves two bytes per code. A GPU kernel
+    that XLA generates reads the codes once, in the layout that they have. With 720 TFLOP/s for that kernel,
+    1400 TFLOP/s for the FP8 units, and 3.4 TB/s, cublasLt with the copy is faster from 440 rows on.
+    """
+    is_fast = gemm.accumulation == "fast"
+    return (
+        is_fast and gemm.is_stored and is_hopper(capability) and isinstance(rows, int) and rows <= _FEW_ROWS
+    )
+
+
+def _xla_kernel(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies codes by a GPU kernel that XLA chooses; XLA fuses the product with the scales into it."""
+    return _scaled(gemm, _dot(gemm, row_major(a.codes), row_major(b.codes), None, jnp.float32), a, b)
+
+
+def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies codes by cublasLt.
+
+    cublasLt applies a single scalar to the result: the product of two scalar scales. This product must lie
+    in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose sum
+    of products of codes is below 4. If the product is below 2**-126, all results may be zero; the product
+    of the two amaxes is then below 3.1e-31 for a gradient (e5m2) and below 2.4e-33 for a forward result.
+    More exact results would cost a pass over the result.
+    """
+    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
+
+    def product(dtype: Any) -> jax.Array:
+        with jax.named_scope(CUBLASLT):
+            return _dot(gemm, row_major(a.codes), row_major(b.codes), precision, dtype)
+
+    is_bfloat16 = gemm.out_dtype == jnp.bfloat16
+    if a.scale.ndim or b.scale.ndim:
+        # Scales per row or column need a pass over the result, which cublasLt has rounded to its dtype.
+        # (The unscaled sums would overflow float16.)
+        return _scaled(gemm, product(jnp.bfloat16 if is_bfloat16 else jnp.float32), a, b)
+    # The minimum keeps the scalar finite: an infinite scale turns zeros into NaN.
+    scale = jnp.minimum(a.scale.astype(jnp.float32) * b.scale.astype(jnp.float32), jnp.float32(2.0**126))
+    if not is_bfloat16:
+        out = product(jnp.float32) * scale
+        return (out if gemm.out_dtype == jnp.float16 else _apart(gemm, out)).astype(gemm.out_dtype)
+    # This divides by 1 / scale, because XLA would multiply in bfloat16, with a rounded scale. For the
+    # division XLA passes the float32 scale to cublasLt, which multiplies before it rounds. Where XLA cannot
+    # do so (a sum in parts, a scale per element of jax.vmap), it divides in float32, since GPUs have no
+    # division in bfloat16. (Seen in compiled programs and checked by tests.)
+    return _apart(gemm, product(jnp.bfloat16) / (np.float32(1) / scale).astype(jnp.bfloat16))
+
+
+def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
+    """Puts a barrier after a forward GEMM, so that XLA fuses no later operation into the call of cublasLt.
+
+    Workaround: XLA would let cublasLt compute an approximate gelu, too. If another operation also reads the
+    result of the GEMM (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), XLA
+    requests both outputs. cublasLt cannot return both in FP8, so the program does not compile. With the
+    barrier, a bias is added by the kernel that reads the result.
+    """
+    return lax.optimization_barrier(out) if gemm.has_barrier else out
+
+
+# Scales that change along the contraction.
+
+_MAX_ELEMENTS = 2**31
+"""Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this."""
+
+
+def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies operands with scales per block.
+
+    Under ``jax.vmap`` the batch becomes a batch dimension, or a free dimension of the one operand that has
+    it. So our GPU kernels and the rules for several devices never meet ``jax.vmap``.
+    """
+
+    @custom_vmap
+    def product(a: QTensor, b: QTensor) -> jax.Array:
+        return _blocks_of(gemm, a, b)
+
+    @product.def_vmap
+    def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
+        del size
+        batched = [jax.tree.leaves(x)[0] for x in is_batched]
+        place = 0 if all(batched) else gemm.num_batch
+        contract, num_batch = gemm.dims[0], gemm.num_batch + all(batched)
+        operands: list[QTensor] = []
+        contracts: list[tuple[int, ...]] = []
+        for x, dims, has_batch in zip((a, b), contract, batched):
+            operands.append(_with_batch(x, place) if has_batch else x)
+            contracts.append(tuple(i + has_batch for i in dims))
+        more = gemm._replace(dims=((contracts[0], contracts[1]), (tuple(range(num_batch)),) * 2))
+        out = _blocks(more, *operands)
+        if not all(batched) and batched[1]:
+            place = out.ndim - len(more.rhs(operands[1]).free)
+        return jnp.moveaxis(out, place, 0), True
+
+    out: jax.Array = product(a, b)
+    return out
+
+
+def _with_batch(x: QTensor, place: int) -> QTensor:
+    """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
+    codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
+    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]))
+
+
+def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies operands with scales per block, in the way of the device that the program is for."""
+    reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
+    if not _is_in_fp8(a, b):
+        return reference(a, b)
+    several = partial(_in_bfloat16, gemm)
+    capability = compute_capability()
+    is_explicit = any(AxisType.Explicit in jax.typeof(x.codes).sharding.mesh.axis_types for x in (a, b))
+    on_shards = None
+    if capability > 0 and not is_explicit:
+        name = BLOCK_GEMM_HOPPER if _on_one_gpu(gemm, a, b) is _hopper else DEQUANTIZED
+        name = "" if _on_one_gpu(gemm, a, b) is _blackwell else name
+        on_shards = partial(gemm_on_shards, _of_part, gemm, name=name)
+    on_gpu = partial(unless_partitioned, partial(_of_part, gemm), several, on_shards=on_shards)
+    out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
+    return out
+
+
+def _of_part(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies operands, or parts of operands, that are on one GPU."""
+    return _on_one_gpu(gemm, a, b)(gemm, a, b)
+
+
+def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
+    """Returns the function by which one NVIDIA GPU multiplies operands with scales per block."""
+    capability, shapes = compute_capability(), (a.shape, b.shape, gemm.out_shape(a, b))
+    # Under jax.export a size may be symbolic.
+    is_usual = all(isinstance(n, int) and n > 0 for shape in shapes for n in shape)
+    if not is_usual or capability < NATIVE_FP8:
+        return _in_bfloat16
+    one, other = a.quantizer, b.quantizer
+    if capability >= NATIVE_MX:
+        has_units = one.has_mx_scales and other.has_mx_scales and one.block[1] == other.block[1]
+        return _blackwell if has_units else _in_bfloat16
+    rows, depth, columns = (_up(size) for size in gemm.sizes(a, b))
+    batch = math.prod(a.shape[: gemm.num_batch])
+    is_small = batch * max(rows * depth, columns * depth, rows * columns) < _MAX_ELEMENTS
+    return _hopper if is_small and is_for_hopper(one, other, capability) else _in_bfloat16
+
+
+def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies the dequantized values, in bfloat16 if it holds them exactly, otherwise in float32."""
+    is_exact = a.quantizer.is_exact_in_bfloat16 and b.quantizer.is_exact_in_bfloat16
+    return _dequantized(gemm, jnp.bfloat16 if is_exact else jnp.float32, a, b)
+
+
+def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns; repeats coarser scales."""
+
+    def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
+        codes, scale, height = _as_matrices(x, dims)
+        if scale.dtype == jnp.float8_e8m0fnu:
+            bits = lax.bitcast_convert_type(scale, jnp.uint8)
+        else:  # the exponent field of a float32 power of two is its E8M0 code
+            bits = (lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)).astype(jnp.uint8)
+        bits = jnp.repeat(jnp.repeat(bits, height, axis=1), x.quantizer.block[1] // MX_COLUMNS, axis=2)
+        return codes, lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+
+    (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
+    dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
+    out = jax.nn.scaled_matmul(left, right, left_scale, right_scale, preferred_element_type=dtype)
+    # The result of jax.nn.scaled_matmul lacks the axes of jax.shard_map that the operands vary over.
+    return _from_matrices(gemm, a, b, vary_alike(out, left, right)[0])
+
+
+def _hopper(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns.
+
+    The kernel applies the scales to the sum over each block of 128 columns. In the right operand 128 rows
+    share a scale, or each row has its own.
+    """
+    left, left_scale, left_height = _as_matrices(a, gemm.lhs(a))
+    right, right_scale, height = _as_matrices(b, gemm.rhs(b))
+    out = hopper_block_gemm(
+        left,
+        right,
+        jnp.repeat(left_scale, left_height, axis=1),
+        jnp.repeat(right_scale, height if height % BLOCK else height // BLOCK, axis=1),
+        out_dtype=jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype,
+    )
+    return _from_matrices(gemm, a, b, out)
+
+
+def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:
+    """Returns the codes as matrices ``(batch, rows, columns)``, their scales, and the rows of a block.
+
+    The columns are the contracted dimensions. Zeros fill up partial blocks.
+    """
+    height = x.block[dims.free[-1]] if dims.free else 1
+    split = dims.num_batch, dims.num_batch + len(dims.free)
+
+    def flat(array: jax.Array) -> jax.Array:
+        array = lax.transpose(array, dims.in_order)
+        parts = array.shape[: split[0]], array.shape[split[0] : split[1]], array.shape[split[1] :]
+        return array.reshape([math.prod(part) for part in parts])
+
+    codes, scale = flat(x.codes), flat(x.scale)
+    filled = scale.shape[1] * height, scale.shape[2] * x.quantizer.block[1]
+    padding = [(0, 0, 0), *((0, size - have, 0) for size, have in zip(filled, codes.shape[1:]))]
+    return lax.pad(codes, jnp.zeros((), codes.dtype), padding), scale, height
+
+
+def _from_matrices(gemm: Gemm, a: QTensor, b: QTensor, out: jax.Array) -> jax.Array:
+    """Returns the result of a GEMM, from the product ``(batch, rows, columns)`` of padded matrices."""
+    rows, _, columns = gemm.sizes(a, b)
+    return out[:, :rows, :columns].reshape(gemm.out_shape(a, b)).astype(gemm.out_dtype)
+
+
+def _up(size: int) -> int:
+    """Rounds a size up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK

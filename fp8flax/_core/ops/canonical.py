@@ -1,0 +1,166 @@
+"""Writes any contraction of two tensors as ``(*B, *M, K) · (*B, K, *N)``, by transposes and reshapes.
+
+B are the batch dimensions, M the free dimensions of the input, N those of the kernel; there is one
+contracted dimension K. A Dense layer has this form already. M and N stay as they are, because devices may
+split each of them. Then there are exactly three products, and none of their results needs a transpose::
+
+    forward   x (*B, *M, K) · kernel (*B, K, *N)  over K   ->  (*B, *M, *N)
+    dgrad     g (*B, *M, *N) · kernel (*B, K, *N)  over *N  ->  (*B, *M, K)
+    wgrad     x (*B, *M, K) · g (*B, *M, *N)  over *M       ->  (*B, K, *N)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8flax._core.names import DGRAD, FORWARD, WGRAD
+from fp8flax._core.qtensor import Dims
+
+Shape = tuple[int, ...]
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""The dimension numbers of ``lax.dot_general``: contracted axes, and batch axes, of both operands."""
+
+
+class Layout(NamedTuple):
+    """How one tensor is brought into canonical form: by a transpose and a reshape (hashable)."""
+
+    shape: Shape
+    """The shape of the tensor itself."""
+    order: tuple[int, ...]
+    """The permutation of its dimensions."""
+    canonical: Shape
+    """The shape after the permutation and the reshape."""
+
+    @property
+    def permuted(self) -> Shape:
+        """Returns the shape after the permutation."""
+        return tuple(self.shape[i] for i in self.order)
+
+    def to(self, x: jax.Array) -> jax.Array:
+        """Returns a tensor in canonical form."""
+        return _reshaped(_transposed(x, self.order), self.canonical)
+
+    def back(self, x: jax.Array) -> jax.Array:
+        """Returns the tensor itself, from its canonical form."""
+        return _transposed(_reshaped(x, self.permuted), np.argsort(self.order).tolist())
+
+    def sharding(self, sharding: Any) -> Any:
+        """Returns the sharding of the canonical form on explicit mesh axes, given that of the tensor.
+
+        Dimensions from the first reshaped one on are replicated.
+        """
+        if sharding is None:
+            return None
+        spec = []
+        for i, size, here in zip(self.order, self.permuted, self.canonical):
+            if size != here:
+                break
+            spec.append(sharding.spec[i])
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    return x if list(order) == list(range(x.ndim)) else lax.transpose(x, tuple(order))
+
+
+def _reshaped(x: jax.Array, shape: Shape) -> jax.Array:
+    return x if x.shape == shape else x.reshape(shape)
+
+
+class Canonical(NamedTuple):
+    """The canonical form of a contraction (hashable)."""
+
+    x: Layout
+    kernel: Layout
+    num_batch: int
+    num_rows: int
+    """The number of dimensions in M."""
+
+    @property
+    def output_shape(self) -> Shape:
+        """Returns the shape of the result, ``(*B, *M, *N)``."""
+        return (*self.x.canonical[:-1], *self.kernel.canonical[self.num_batch + 1 :])
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Returns whether a dimension is merged or split."""
+        return any(layout.canonical != layout.permuted for layout in (self.x, self.kernel))
+
+    @property
+    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+        """Returns what the first and the second product of each tensor contract, by its role."""
+        b, m, ndim = self.num_batch, self.num_batch + self.num_rows, len(self.output_shape)
+        rows, of_x, of_kernel = tuple(range(b, m)), len(self.x.canonical), len(self.kernel.canonical)
+        columns = tuple(range(b + 1, of_kernel))
+        return {
+            "input": (Dims(of_x, (of_x - 1,), b), Dims(of_x, rows, b)),
+            "kernel": (Dims(of_kernel, (b,), b), Dims(of_kernel, columns, b)),
+            "output_grad": (Dims(ndim, tuple(range(m, ndim)), b), Dims(ndim, rows, b)),
+        }
+
+    @property
+    def products(self) -> dict[str, DimensionNumbers]:
+        """Returns the dimension numbers of each of the three products."""
+        dims = self.dims
+        x, kernel, g = dims["input"], dims["kernel"], dims["output_grad"]
+        batch = (tuple(range(self.num_batch)),) * 2
+        pairs = {FORWARD: (x[0], kernel[0]), DGRAD: (g[0], kernel[1]), WGRAD: (x[1], g[1])}
+        return {name: ((a.contract, b.contract), batch) for name, (a, b) in pairs.items()}
+
+
+_MIN_FOR_PAIRS = 256
+"""The smallest M, K and N for which rows are put in pairs. A smaller M, split over many devices, could
+leave a device with a single row, for which XLA cannot compile the algorithm."""
+
+
+def canonical(
+    lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int], *, in_pairs: bool
+) -> Canonical:
+    """Returns the canonical form of ``lax.dot_general(lhs, rhs, dimension_numbers)``.
+
+    Args:
+        lhs: the shape of the input.
+        rhs: the shape of the kernel.
+        dimension_numbers: which of their dimensions are contracted and batched.
+        blocks: the sizes of blocks that share a scale. M or N is merged to one dimension if its last
+            dimension is not a multiple of all of them.
+        in_pairs: whether the rows of a product of two matrices are put in pairs.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    num_batch, batch = len(lhs_batch), tuple(lhs[i] for i in lhs_batch)
+
+    def free(shape: Shape, *used: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i for i in range(len(shape)) if all(i not in dims for dims in used))
+
+    lhs_free, rhs_free = free(lhs, lhs_contract, lhs_batch), free(rhs, rhs_contract, rhs_batch)
+    rows = _whole_blocks(tuple(lhs[i] for i in lhs_free), blocks)
+    columns = _whole_blocks(tuple(rhs[i] for i in rhs_free), blocks)
+    depth = math.prod(lhs[i] for i in lhs_contract)
+    # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
+    # then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
+    if in_pairs and not num_batch and len(rows) == len(columns) == 1:
+        sizes = rows[0], depth, columns[0]
+        # Under jax.export a size may be symbolic.
+        if all(isinstance(n, int) and n >= _MIN_FOR_PAIRS for n in sizes) and rows[0] % 2 == 0:
+            rows = (rows[0] // 2, 2)
+    return Canonical(
+        Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, depth)),
+        Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, depth, *columns)),
+        num_batch,
+        len(rows),
+    )
+
+
+def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:
+    """Returns sizes as they are, or merged, so that a block never reaches over several dimensions."""
+    if len(sizes) < 2 or all(isinstance(sizes[-1], int) and sizes[-1] % block == 0 for block in blocks):
+        return sizes
+    return (math.prod(sizes),)

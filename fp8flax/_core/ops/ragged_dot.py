@@ -1,0 +1,182 @@
+"""The FP8 matmul of a mixture of experts: multiplies each row by the kernel of its expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from fp8flax._core.amax import delayed_amax
+from fp8flax._core.gemm.gemm import sum_dtype_of
+from fp8flax._core.gemm.kernels.groups import ends_of_groups
+from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
+from fp8flax._core.gemm.units import warn_if_emulated
+from fp8flax._core.names import FORWARD, WGRAD
+from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
+from fp8flax._core.ops.dot_general import hashable_precision, with_precision
+from fp8flax._core.ops.modes import check_operands, run
+from fp8flax._core.qtensor import Dims
+from fp8flax._core.recipes import GemmRecipe, Recipe
+from fp8flax._core.shapes import Float, Integer
+
+_ON_EXPLICIT_AXES = (
+    "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "
+    "device has its own rows and experts, or inside jax.sharding.auto_axes."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedContraction(Contraction):
+    """The three products of ``lax.ragged_dot``.
+
+    The shapes are ``(rows, depth)`` for the input x, ``(experts, depth, columns)`` for the kernels w, and
+    ``(rows, columns)`` for the result. Row m of the result is x[m] . w[e], where e is the expert of row m.
+    So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the sum of the outer products q(x[m]) q(g[m]) over the rows
+    of expert e.
+    """
+
+    @property
+    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+        rows = Dims(2, (1,)), Dims(2, (0,))
+        kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
+        return {"input": rows, "kernel": kernel, "output_grad": rows}
+
+    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns input or output gradient with rows of no expert set to zero."""
+        return x if role == "kernel" else jnp.where(self._has_expert(extra), x, np.zeros((), x.dtype))
+
+    def original(self, role: str, x: jax.Array) -> jax.Array:
+        del role
+        return x
+
+    def canonical_sharding(self, role: str) -> Any:
+        return None
+
+    def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the ``delayed_amax`` of the rows that belong to experts; -inf if there are none."""
+        if role == "kernel":
+            return super().amax(role, x, extra)
+        return delayed_amax(x, self._has_expert(extra))
+
+    def _has_expert(self, extra: Extra) -> jax.Array:
+        """Returns a mask ``(rows, 1)`` of the rows that belong to an expert."""
+        (group_sizes,), rows = extra, self.lhs.shape[0]
+        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, rows)[-1]
+
+    def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
+        contract = 0 if name == WGRAD else 1
+        gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
+        out_dtype = gemm.out_dtype
+        if name == WGRAD:  # the sum over the tiles of an expert
+            gemm = gemm._replace(out_dtype=sum_dtype_of(out_dtype))
+        ragged = Ragged(gemm, out_dtype, is_sum=name == WGRAD, is_transposed=name == FORWARD)
+        return multiply_ragged(ragged, a, b, *extra)
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+        (group_sizes,) = extra
+        return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
+
+    def warn(self, *recipes: GemmRecipe) -> None:
+        warn_if_emulated(*recipes, is_ragged=True)
+
+
+def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    """Raises an error if the shapes, the dtype of ``group_sizes`` or the shardings are not supported."""
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
+        raise ValueError(
+            "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
+            f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
+            "the rows by expert, and stack the kernels."
+        )
+    if group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(
+            f"group_sizes must have shape ({rhs.shape[0]},), a number of rows for each expert of rhs "
+            f"{rhs.shape}; got {group_sizes.shape}."
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"group_sizes must be integers; got {group_sizes.dtype}. Count the rows of each expert, for "
+            "instance with jnp.bincount(experts, length=num_experts)."
+        )
+    if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
+        raise NotImplementedError(_ON_EXPLICIT_AXES)
+
+
+def fp8_ragged_dot(
+    lhs: Float[jax.Array, "rows depth"],
+    rhs: Float[jax.Array, "experts depth columns"],
+    group_sizes: Integer[jax.Array, " experts"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    states: States,
+    recipe: Recipe,
+    is_frozen: bool = False,
+) -> Float[jax.Array, "rows columns"]:
+    """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
+
+    ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
+    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are
+    zeros, and they have no gradient. They do not affect any scale or amax, whatever values they hold. Input
+    and output gradient have one scale (or one per slice along the contraction). Each expert's kernel has
+    its own scales.
+
+    On Hopper one GPU kernel multiplies all rows of a device. On other devices the rows are multiplied in
+    tiles, one after the other. A tile is multiplied by the kernel of each expert that has rows in it: at
+    most ``rows / tile + experts - 1`` products in all. (XLA for GPUs computes ``lax.ragged_dot`` as a
+    masked product with the kernels of *all* experts.)
+
+    Args:
+        lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
+        rhs: the kernels, ``(experts, K, N)``, a wide float.
+        group_sizes: number of rows of each expert, ``(experts,)``, integers.
+        precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
+            for exact accumulation in all three GEMMs. A GEMM of wide operands gets ``precision`` itself.
+        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
+            values. The state of the kernels has shapes ``(experts, 1)`` and ``(experts,
+            amax_history_len)``.
+        recipe: how the tensors are scaled. In wgrad, a block of 128 rows with one scale may hold rows of
+            several experts. Scales per block are multiplied into the values, in the dtype of the operands,
+            if the block size is not 128 or the device is not a Hopper GPU.
+        is_frozen: see ``fp8_dot_general``.
+
+    Returns:
+        The result, ``(M, N)``.
+
+    Raises:
+        TypeError: an operand is not a wide float, ``group_sizes`` are not integers, or
+            ``preferred_element_type`` or ``precision`` is none of the above.
+        ValueError: the shapes do not fit.
+        NotImplementedError: an operand is sharded over explicit axes of a mesh.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> x, kernels = jnp.ones((4, 2)), jnp.stack([jnp.ones((2, 1)), 3 * jnp.ones((2, 1))])
+        >>> recipe = fp8.Float8CurrentScaling(use_power_2_scales=True)
+        >>> fp8_ragged_dot(x, kernels, jnp.array([1, 2]), states=States(), recipe=recipe).ravel()
+        Array([2., 6., 6., 0.], dtype=float32)
+
+    Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
+    arXiv:2211.15841.
+    """
+    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    group_sizes = jnp.asarray(group_sizes)
+    _check_shapes(lhs, rhs, group_sizes)
+    out = jax.eval_shape(
+        partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
+    )
+    plan = RaggedContraction(
+        recipe=with_precision(recipe.gemms, precision),
+        lhs=Operand.of(lhs),
+        rhs=Operand.of(rhs),
+        out_dtype=out.dtype,
+        precision=hashable_precision(precision),
+    )
+    return run(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)
