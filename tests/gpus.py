@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit.compiling import compile_lowered, compiling_for, find_target
 from fp8flax._audit.hlo import parse
-from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm import casts, gemm, ragged
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests.cases import RECIPES
@@ -35,7 +35,8 @@ def run_branch_for_gpus(monkeypatch):
     """Makes GEMMs take here the branch of programs for GPUs. Other operations keep that of this CPU."""
     branching_lax = SimpleNamespace(**vars(jax.lax))
     branching_lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
-    monkeypatch.setattr(lowering, "lax", branching_lax)
+    for module in (casts, gemm, ragged):
+        monkeypatch.setattr(module, "lax", branching_lax)
 
 
 def gpus(target="h200"):

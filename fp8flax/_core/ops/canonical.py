@@ -11,6 +11,7 @@ split each of them. Then there are exactly three products, and none of their res
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,15 +56,18 @@ class Layout(NamedTuple):
     def sharding(self, sharding: Any) -> Any:
         """Returns the sharding of the canonical form on explicit mesh axes, given that of the tensor.
 
-        Dimensions from the first reshaped one on are replicated.
+        Dimensions from the first merged one on are replicated.
         """
         if sharding is None:
             return None
-        spec = []
-        for i, size, here in zip(self.order, self.permuted, self.canonical):
-            if size != here:
-                break
-            spec.append(sharding.spec[i])
+        names = [sharding.spec[i] for i in self.order]
+        if len(self.canonical) > len(names) > 1:  # rows in pairs
+            spec = [names[0], None, *names[1:]]
+        else:
+            same = itertools.takewhile(
+                lambda each: each[1] == each[2], zip(names, self.permuted, self.canonical)
+            )
+            spec = [name for name, *_ in same]
         return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
@@ -90,9 +94,9 @@ class Canonical(NamedTuple):
         return (*self.x.canonical[:-1], *self.kernel.canonical[self.num_batch + 1 :])
 
     @property
-    def is_reshaped(self) -> bool:
-        """Returns whether a dimension is merged or split."""
-        return any(layout.canonical != layout.permuted for layout in (self.x, self.kernel))
+    def is_merged(self) -> bool:
+        """Returns whether several dimensions are merged to one."""
+        return any(len(layout.canonical) < len(layout.shape) for layout in (self.x, self.kernel))
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -122,7 +126,7 @@ leave a device with a single row, for which XLA cannot compile the algorithm."""
 
 
 def canonical(
-    lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int], *, in_pairs: bool
+    lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int], num_parts: int
 ) -> Canonical:
     """Returns the canonical form of ``lax.dot_general(lhs, rhs, dimension_numbers)``.
 
@@ -132,7 +136,7 @@ def canonical(
         dimension_numbers: which of their dimensions are contracted and batched.
         blocks: the sizes of blocks that share a scale. M or N is merged to one dimension if its last
             dimension is not a multiple of all of them.
-        in_pairs: whether the rows of a product of two matrices are put in pairs.
+        num_parts: into how many parts explicit mesh axes split the first dimension of the input.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     num_batch, batch = len(lhs_batch), tuple(lhs[i] for i in lhs_batch)
@@ -146,10 +150,11 @@ def canonical(
     depth = math.prod(lhs[i] for i in lhs_contract)
     # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
     # then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
-    if in_pairs and not num_batch and len(rows) == len(columns) == 1:
+    if not (blocks or num_batch) and len(rows) == len(columns) == 1:
         sizes = rows[0], depth, columns[0]
         # Under jax.export a size may be symbolic.
-        if all(isinstance(n, int) and n >= _MIN_FOR_PAIRS for n in sizes) and rows[0] % 2 == 0:
+        is_large = all(isinstance(n, int) and n >= _MIN_FOR_PAIRS for n in sizes)
+        if is_large and rows[0] % (2 * num_parts) == 0:
             rows = (rows[0] // 2, 2)
     return Canonical(
         Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, depth)),

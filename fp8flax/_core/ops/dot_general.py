@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cached_property, partial
 from typing import Any
 
@@ -108,9 +109,8 @@ class DotContraction(Contraction):
         """The canonical form of the contraction."""
         quantizers = [q for q in self.recipe.quantizers if q is not None]
         blocks = {n for q in quantizers if isinstance(q, BlockQuantizer) for n in q.block}
-        in_pairs = not blocks and self.lhs.sharding is None
-        shapes = self.lhs.shape, self.rhs.shape
-        return canonical(*shapes, self.dimension_numbers, sorted(blocks), in_pairs=in_pairs)
+        shapes, num_parts = (self.lhs.shape, self.rhs.shape), _num_parts(self.lhs.sharding)
+        return canonical(*shapes, self.dimension_numbers, sorted(blocks), num_parts)
 
     @property
     def is_automatic(self) -> bool:
@@ -121,7 +121,7 @@ class DotContraction(Contraction):
         """
         has_blocks = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
         is_explicit = self.lhs.sharding is not None
-        return is_explicit and (has_blocks or self.has_given_sharding or self.form.is_reshaped)
+        return is_explicit and (has_blocks or self.has_given_sharding or self.form.is_merged)
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -161,6 +161,13 @@ class DotContraction(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)
+
+
+def _num_parts(sharding: Any) -> int:
+    """Returns into how many parts the first dimension of an array is split on explicit mesh axes."""
+    names = sharding.spec[0] if sharding is not None and sharding.spec else None
+    names = (names,) if isinstance(names, str) else names or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
