@@ -10,8 +10,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.qtensor import QTensor, View, dequantized
-from fp8flax._core.quantizers import quantized
+from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.scaling import current_scale, e8m0_scale, scale_exponent
 from tests import reference, reference_recipes
 from tests.cases import cells
@@ -61,7 +60,9 @@ def expected_of(quantizer, x, contract):
         return reference_recipes.axiswise(x, name, contract, kind)
     matrix = np.moveaxis(x, contract, -1)[None]
     kind = KINDS[quantizer.scale, quantizer.scale_rounding]
-    return reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+    codes, scale = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+    codes = codes[:, : matrix.shape[1], : matrix.shape[2]]  # without padding
+    return tuple(np.moveaxis(a[0], -1, contract) for a in (codes, scale))
 
 
 def assert_same_codes(actual, expected):
@@ -96,10 +97,9 @@ def test_codes_and_scales(name, way):
     """Both orientations, of odd sizes that no block divides."""
     dtype, contract = (E4M3, 1) if way == "e4m3, rows" else (E5M2, 0)
     quantizer = QUANTIZERS[name](dtype)
-    view = View((131, 70), (contract,), ())
-    quantize = jax.jit(lambda x: quantized(quantizer, x, view))
+    quantize = jax.jit(lambda x: quantizer.quantize(x, Dims(2, (contract,))))
     for seed in range(2):
-        for x in reference_recipes.tensors(view.shape, seed).values():
+        for x in reference_recipes.tensors((131, 70), seed).values():
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
 
@@ -113,8 +113,8 @@ def test_small_and_empty_shapes(name, shape):
     """Contracted along each dimension, so the transposed shapes too."""
     quantizer = QUANTIZERS[name](E4M3)
     for contract in (0, 1):
-        view = View(shape, (contract,), ())
-        quantize = jax.jit(lambda x, view=view: quantized(quantizer, x, view))
+        dims = Dims(2, (contract,))
+        quantize = jax.jit(lambda x, dims=dims: quantizer.quantize(x, dims))
         for x in reference_recipes.tensors(shape, 0).values():
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
@@ -138,10 +138,9 @@ SEEN = [
 )
 def test_operands_of_other_dtypes(name, dtype):
     quantizer = QUANTIZERS[name](E4M3)
-    view = View((3, 70), (1,), ())
     with jax.enable_x64(dtype == "float64"):
-        quantize = jax.jit(lambda x: quantized(quantizer, x, view))
-        for tensor in reference_recipes.tensors(view.shape, 0).values():
+        quantize = jax.jit(lambda x: quantizer.quantize(x, Dims(2, (1,))))
+        for tensor in reference_recipes.tensors((3, 70), 0).values():
             with np.errstate(all="ignore"):
                 x = tensor.astype(dtype)
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, 1))
@@ -152,23 +151,29 @@ def test_float64_beyond_float32():
         x = np.array([[1e300, 1.0], [-2e300, 0.0]])
         for name in ("tensorwise", "axiswise"):
             quantizer = QUANTIZERS[name](E4M3)
-            q = jax.jit(lambda x, q=quantizer: quantized(q, x, View(x.shape, (1,), ())))(x)
+            q = jax.jit(lambda x, q=quantizer: q.quantize(x, Dims(2, (1,))))(x)
             assert_same_quantized(q, *expected_of(quantizer, x, 1))
 
 
-def test_batched_and_flattened_dimensions():
-    """A batch is quantized matrix by matrix; several contracted dimensions count as one, in their order."""
-    x = reference_recipes.tensors((2, 5, 3, 40), 0)["heavy-tailed"]
-    view = View(x.shape, (3, 1), (0,))  # columns run over dimension 3, then 1
-    matrix = x.transpose(0, 2, 3, 1).reshape(2, 3, 200)
+def test_batches_and_stacks():
+    """A batch is quantized matrix by matrix; of a stack each element has scales of its own."""
+    x = reference_recipes.tensors((2, 3, 200), 0)["heavy-tailed"]
+    dims = Dims(3, (2,), 1)
     for name in ("MX", "1x128, float32", "128x128"):
         quantizer = QUANTIZERS[name](E4M3)
         kind = KINDS[quantizer.scale, quantizer.scale_rounding]
-        expected = reference_recipes.blockwise(matrix, E4M3, quantizer.block, kind)
-        assert_same_quantized(jax.jit(lambda x, q=quantizer: quantized(q, x, view))(x), *expected)
+        codes, scale = reference_recipes.blockwise(x, E4M3, quantizer.block, kind)
+        assert_same_quantized(
+            jax.jit(lambda x, q=quantizer: q.quantize(x, dims))(x), codes[:, :3, :200], scale
+        )
     quantizer = QUANTIZERS["axiswise"](E4M3)
-    expected = reference_recipes.axiswise(x, E4M3, (1, 3))
-    assert_same_quantized(jax.jit(lambda x: quantized(quantizer, x, view))(x), *expected)
+    expected = reference_recipes.axiswise(x, E4M3, (1, 2))
+    assert_same_quantized(jax.jit(lambda x: quantizer.quantize(x, Dims(3, (1, 2))))(x), *expected)
+    quantizer = QUANTIZERS["tensorwise"](E4M3)
+    stacked = jax.jit(lambda x: quantizer.quantize(x, dims._replace(is_stack=True)))(x)
+    each = [reference_recipes.tensorwise(one, E4M3) for one in x]
+    codes, scales = (np.stack(arrays) for arrays in zip(*each))
+    assert_same_quantized(stacked, codes, scales[:, None, None])
 
 
 @pytest.mark.parametrize("name", ["MX", "MX, floor", "1x128, float32", "128x128"])
@@ -177,10 +182,8 @@ def test_padding_has_no_say(name):
     quantizer = QUANTIZERS[name](E4M3)
     x = reference_recipes.tensors((70, 50), 0)["heavy-tailed"]
     padded = np.pad(x, ((0, 0), (0, -50 % quantizer.block[1])))
-    q, q_padded = (
-        jax.jit(lambda a: quantized(quantizer, a, View(a.shape, (1,), ())))(a) for a in (x, padded)
-    )
-    assert_same_quantized(q, q_padded.codes, np.asarray(q_padded.scale))
+    q, q_padded = (jax.jit(lambda a: quantizer.quantize(a, Dims(2, (1,))))(a) for a in (x, padded))
+    assert_same_quantized(q, q_padded.codes[:, :50], np.asarray(q_padded.scale))
 
 
 BITS = np.arange(1, 255, dtype=np.uint32)[:, None] << 23  # every normal exponent
@@ -208,13 +211,9 @@ def test_all_e8m0_values_dequantize(name):
     scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     quantizer = fp8.BlockQuantizer(dtype=name)
     # 256 rows of 8 blocks of 32: each row holds all codes, and one scale.
-    q = QTensor(
-        jnp.asarray(np.tile(codes, (256, 1)))[None],
-        jnp.asarray(np.repeat(scales[:, None], 8, 1))[None],
-        quantizer,
-    )
-    view = View((256, 256), (1,), ())
-    values = jax.jit(lambda q: dequantized(q, view, jnp.float32))(q)
+    codes_and_scales = np.tile(codes, (256, 1)), np.repeat(scales[:, None], 8, 1)
+    q = QTensor(*map(jnp.asarray, codes_and_scales), quantizer, (1, 32))
+    values = jax.jit(lambda q: q.dequantize(jnp.float32))(q)
     expected = reference_recipes.as_float64(scales)[:, None] * codes.astype(np.float64)
     representable = ~(np.abs(expected) < 2.0**-126) | (expected == 0)
     with np.errstate(over="ignore"):
@@ -223,32 +222,16 @@ def test_all_e8m0_values_dequantize(name):
     assert np.isnan(values[255]).all()
 
 
-@pytest.mark.parametrize("name", ["1x128", "128x128", "MX"])
-def test_the_form_for_blackwell_has_the_same_values(name):
-    """Larger blocks with scales that are powers of two, as an E8M0 scale per 32 columns of each row."""
-    x = reference_recipes.tensors((130, 200), 0)["subnormal"]
-    quantizer = QUANTIZERS[name](E4M3)
-    view = View(x.shape, (1,), ())
-    q = jax.jit(lambda x: quantized(quantizer, x, view))(x)
-    scale = jax.jit(lambda q: q.quantizer.mx_scale(q))(q)
-    assert scale.shape == (*q.codes.shape[:2], q.codes.shape[2] // 32)
-    expected = reference_recipes.dequantize(*map(np.asarray, jax.tree.leaves(q)), quantizer.block)
-    np.testing.assert_array_equal(
-        reference_recipes.dequantize(np.asarray(q.codes), np.asarray(scale), (1, 32)), expected
-    )
-
-
 @pytest.mark.parametrize("name", cells(QUANTIZERS, repeated=["MX, floor", *REPEATED]))
 def test_there_and_back(name):
     """The dequantized operand has its old shape, and is within half a unit in the last place of e4m3."""
     quantizer = QUANTIZERS[name](E4M3)
     x = np.random.default_rng(0).normal(size=(2, 9, 3, 40)).astype(np.float32)
-    view = View(x.shape, (3, 1), (0,))
 
     @jax.jit
     def there_and_back(x):
-        q = quantized(quantizer, x, view)
-        return tuple(dequantized(q, view, d) for d in (jnp.float32, jnp.bfloat16))
+        q = quantizer.quantize(x, Dims(4, (3,), 1))
+        return tuple(q.dequantize(dtype) for dtype in (jnp.float32, jnp.bfloat16))
 
     for dtype, back in zip((jnp.float32, jnp.bfloat16), there_and_back(x)):
         assert (back.shape, back.dtype) == (x.shape, dtype)

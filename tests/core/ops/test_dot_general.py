@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm import gemm
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -464,7 +464,7 @@ def test_blocks_of_a_split_sequence(recipe, way, monkeypatch):
     expected = jax.jit(step)(*args)
     run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
-    monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(gemm, "compute_capability", lambda: 8.0)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     x, w, g = (NamedSharding(mesh, spec) for spec in specs)
     with compile_target(8.0):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import cuda_ragged
-from fp8flax._core.gemm.cuda_ragged import grouped_products, grouped_sums
+from fp8flax._core.gemm import ragged
+from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.kernels import groups, tiled_gemm_hopper
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.gemm.ragged import Ragged, grouped_products, grouped_sums
+from fp8flax._core.qtensor import Dims, QTensor
 from tests.cases import error_of_product, with_reference
 
 E4M3 = jnp.float8_e4m3fn
@@ -32,7 +33,7 @@ def bounds(rows, sizes):
 def test_copies_begin_where_hopper_can(sizes):
     """At multiples of 8 rows, and each row of the result is written once: of its own group, or zero."""
     rows = 304  # a multiple of 8
-    tiling = cuda_ragged._tiling_of_rows(rows, 256, 128, len(sizes))
+    tiling = ragged._tiling_of_rows(rows, 256, 128, len(sizes))
     table = groups.table_of(rows, jnp.array(sizes))
     found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
     owner = np.repeat(np.arange(len(sizes) + 1), np.diff(bounds(rows, np.clip(sizes, 0, rows)))[:, 0])
@@ -53,7 +54,7 @@ def test_copies_begin_where_hopper_can(sizes):
 def test_sums_are_of_each_groups_own_tiles(align):
     """Over what lies side by side; each row of the result is written once."""
     depth, sizes = 256, SIZES[0]
-    tiling = cuda_ragged._tiling_of_groups(depth, 128, len(sizes))
+    tiling = ragged._tiling_of_groups(depth, 128, len(sizes))
     table = groups.table_of(384, np.array(sizes), align)
     found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
     assert found.out_row.tolist() == list(range(0, len(sizes) * depth, groups.TILE))
@@ -75,10 +76,13 @@ def _one_core(monkeypatch):
     monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
 
 
-def interpreted(f, out_dtype):
+def interpreted(f, out_dtype, *, is_transposed=False):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return jax.jit(partial(f, out_dtype=out_dtype, interpret=InterpretGPUParams()))
+    dtype = np.dtype(out_dtype)
+    gemm = Gemm((((1,), (1,)), ((), ())), dtype, dtype, dtype)
+    product = Ragged(gemm, dtype, is_sum=f is grouped_sums, is_transposed=is_transposed)
+    return jax.jit(partial(f, product, interpret=InterpretGPUParams()))
 
 
 def quantized(rng, shape, scale_shape):
@@ -160,9 +164,10 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
     def multiplied(f, *operands):
         qs = []
         for quantizer, a, axis in operands:
-            quantize = partial(quantizer.quantize, view=View(a.shape[-2:], (axis,), ()))
-            qs.append((jax.vmap(quantize) if a.ndim == 3 else quantize)(jnp.asarray(a)))
-        return np.asarray(interpreted(f, out_dtype)(*qs, np.array(sizes)), np.float64)
+            dims = Dims(3, (1 + axis,), 1, is_stack=True) if a.ndim == 3 else Dims(2, (axis,))
+            qs.append(quantizer.quantize(jnp.asarray(a), dims))
+        run = interpreted(f, out_dtype, is_transposed=f is grouped_products)
+        return np.asarray(run(*qs, np.array(sizes)), np.float64)
 
     out = multiplied(grouped_products, (of_rows, x, 1), (of_kernel, w, 0))[:, :columns]
     assert np.isnan(out).any(1).nonzero()[0].tolist() == [13]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
-from fp8flax._core.ops.contract import quantized_with_amax
+from fp8flax._core.ops.contract import _quantized_for_both
 from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
@@ -58,11 +58,11 @@ def test_codes_for_both_gemms_are_one_array(recipe, role):
     """Devices would exchange two arrays of the same codes separately."""
     x = jnp.ones((32, 64))
     plan = dot_plan(x, jnp.ones((64, 64)), MATMUL, recipe=recipe.gemms)
-    scale = jnp.ones(1) if recipe.gemms.delayed else None
+    scales = {role: jnp.ones(1)} if recipe.gemms.delayed else {}
 
     @jax.jit
     def quantized(x):
-        first, second, _ = quantized_with_amax(plan, role, x, scale, ())
+        first, second, _ = _quantized_for_both(plan, role, x, (), scales)
         assert first.codes is second.codes
         return first.codes
 

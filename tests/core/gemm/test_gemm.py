@@ -9,7 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core.gemm import cuda, cuda_casts
+from fp8flax._core.gemm import casts, gemm
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -86,8 +86,8 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
         return block_gemm_in_jax(*args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(cuda, "hopper_block_gemm", interpreted)
+    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(gemm, "hopper_block_gemm", interpreted)
     run_branch_for_gpus(monkeypatch)
     with compile_target(capability):
         actual = make_vjp(BLOCKS[name], dims)(lhs, rhs, g)
@@ -102,23 +102,25 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_block_scaled_gemm_under_vmap(axes):
-    """JAX's own rule takes no operand that is not batched."""
-
-    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale):
-        assert lhs.ndim == rhs.ndim == lhs_scale.ndim == rhs_scale.ndim == 3
-        return jnp.einsum("bmk,bnk->bmn", lhs * lhs_scale, rhs * rhs_scale)
-
+def test_block_scaled_gemms_under_vmap(axes, monkeypatch):
+    """The kernels take a batch as more matrices, or more rows of one of the operands; never a loop."""
     rng = np.random.default_rng(0)
-    operands = []
-    for axis, rows in zip(axes, (5, 7)):
-        shape = (2, rows, 6) if axis is None else (4, 2, rows, 6)
-        operands.append(
-            (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
-        )
-    out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
-    lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
-    np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
+    operands = [
+        jnp.asarray(rng.normal(size=shape if axis is None else (3, *shape)), jnp.float32)
+        for axis, shape in zip(axes, ((5, 130), (130, 7)))
+    ]
+    run = make_vjp(BLOCKS["128 blocks"], MATMUL)
+    each = [[x if axis is None else x[i] for x, axis in zip(operands, axes)] for i in range(3)]
+    expected = [run(*pair, jnp.ones((5, 7))) for pair in each]
+    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(gemm, "hopper_block_gemm", block_gemm_in_jax)
+    run_branch_for_gpus(monkeypatch)
+    with compile_target(9.0):
+        run = make_vjp(BLOCKS["128 blocks"], MATMUL)
+        actual = jax.vmap(run, (*axes, None))(*operands, jnp.ones((5, 7)))
+    for i, one in enumerate(expected):
+        for ours, wanted in zip(actual, one):
+            np.testing.assert_allclose(ours[i], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("gpu")

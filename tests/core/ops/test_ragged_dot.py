@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm import gemm
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops import ragged_dot
 from fp8flax._core.ops.contract import States
@@ -463,7 +463,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(name, monkeypatch):
     expected = jit(step)(x, w, g, sizes)
     run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
-    monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(gemm, "compute_capability", lambda: 8.0)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
     places = split, split, split, whole

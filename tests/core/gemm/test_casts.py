@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import cuda_casts
+from fp8flax._core.gemm import casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -33,7 +33,7 @@ def test_which_tensors_the_kernel_quantizes(shape, recipe, expected, monkeypatch
         seen.append(x.shape)
         return block_quantize(x, *args, **kwargs)
 
-    monkeypatch.setattr(cuda_casts, "block_quantize", recorded)
+    monkeypatch.setattr(casts, "block_quantize", recorded)
     dims = ((len(shape) - 1,), (0,)), ((), ())
 
     def step(x, w):

@@ -1,4 +1,4 @@
-"""Requests: products of transposed matrices, and reference implementations in all of float32's range."""
+"""GEMMs in all of float32's range, and of sizes that are not known."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.gemm import cuda, cuda_casts
+from fp8flax._core.gemm import casts, gemm
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.contract import STATELESS, States
@@ -118,16 +118,16 @@ def test_scales_that_are_constants():
 def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
     """Run here: our kernel interpreted, GEMMs of sizes that cublasLt does not take in float32."""
 
-    def dot(gemm, lhs, rhs, precision, sum_dtype):
+    def dot(of, lhs, rhs, precision, sum_dtype):
         # With scales per block this is only traced, for programs on several GPUs.
         assert precision is None or name != "tensorwise"
         assert sum_dtype == jnp.float32
-        return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), gemm.dimension_numbers)
+        return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), of.dims)
 
     run_branch_for_gpus(monkeypatch)
-    monkeypatch.setattr(cuda, "dot", dot)
-    monkeypatch.setattr(cuda, "hopper_block_gemm", block_gemm_in_jax)
-    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(gemm, "_dot", dot)
+    monkeypatch.setattr(gemm, "hopper_block_gemm", block_gemm_in_jax)
+    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])
 
