@@ -44,6 +44,10 @@ class Dims(NamedTuple):
         """Returns all dimensions: batch, free, contracted."""
         return (*range(self.num_batch), *self.free, *self.contract)
 
+    def as_scale(self, scale: jax.Array) -> jax.Array:
+        """Returns a given scale as a scalar, or the scales of a stack so that they broadcast with it."""
+        return scale.reshape((-1, *(1,) * (self.ndim - 1)) if self.is_stack else ())
+
 
 @partial(
     jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer", "block"]

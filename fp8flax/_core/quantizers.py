@@ -155,8 +155,7 @@ class DelayedQuantizer(Quantizer):
     ) -> QTensor:
         """Quantizes an operand with the given scale."""
         assert scale is not None
-        shape = (*x.shape[: dims.num_batch], *(1 for _ in x.shape[dims.num_batch :]))
-        scale = scale.reshape(shape if dims.is_stack else ())
+        scale = dims.as_scale(scale)
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 

@@ -327,23 +327,30 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        del size
-        batched = [jax.tree.leaves(x)[0] for x in is_batched]
+        # All arrays of an operand come from one tensor, so all are batched or none is.
+        operands, batched = [a, b], [jax.tree.leaves(x)[0] for x in is_batched]
+        if any(_has_partial_block(x) for x, has_batch in zip(operands, batched) if has_batch):
+            # The batch cannot become a free dimension beside it, so it becomes one of both operands.
+            repeat = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (size, *x.shape)))
+            operands = [x if has_batch else repeat(x) for x, has_batch in zip(operands, batched)]
+            batched = [True, True]
         place = 0 if all(batched) else gemm.num_batch
-        contract, num_batch = gemm.dims[0], gemm.num_batch + all(batched)
-        operands: list[QTensor] = []
-        contracts: list[tuple[int, ...]] = []
-        for x, dims, has_batch in zip((a, b), contract, batched):
-            operands.append(_with_batch(x, place) if has_batch else x)
-            contracts.append(tuple(i + has_batch for i in dims))
-        more = gemm._replace(dims=((contracts[0], contracts[1]), (tuple(range(num_batch)),) * 2))
-        out = _blocks(more, *operands)
-        if not all(batched) and batched[1]:
-            place = out.ndim - len(more.rhs(operands[1]).free)
-        return jnp.moveaxis(out, place, 0), True
+        contract = [tuple(i + has_batch for i in dims) for dims, has_batch in zip(gemm.dims[0], batched)]
+        more = gemm._replace(
+            dims=((contract[0], contract[1]), (tuple(range(gemm.num_batch + all(batched))),) * 2)
+        )
+        left, right = (_with_batch(x, place) if has_batch else x for x, has_batch in zip(operands, batched))
+        if not batched[0]:
+            place = gemm.num_batch + len(more.lhs(left).free)
+        return jnp.moveaxis(_blocks(more, left, right), place, 0), True
 
     out: jax.Array = product(a, b)
     return out
+
+
+def _has_partial_block(x: QTensor) -> bool:
+    """Returns whether a block of an operand with a batch of ``jax.vmap`` is partial."""
+    return any(size % width for size, width in zip(x.shape[1:], x.block))
 
 
 def _with_batch(x: QTensor, place: int) -> QTensor:

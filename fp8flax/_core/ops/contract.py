@@ -255,7 +255,7 @@ def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any
 
 def _backward(plan: Contraction, kept: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array) -> Any:
     """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
-    x, w = map(_restored, kept)
+    x, w = (_restored(plan, role, x) for role, x in zip(("input", "kernel"), kept))
     g = plan.canonical("output_grad", g, extra)
     g1, g2, amax = _quantized_for_both(plan, "output_grad", g, extra, scales)
     with jax.named_scope(DGRAD):
@@ -299,11 +299,11 @@ def _operand(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: S
     """
     first, second, amax = _quantized_for_both(plan, role, plan.canonical(role, x, extra), extra, scales)
     is_shared = first is second
-    kept = _named(role, second)
+    kept = _named(role, second, scales.get(role))
     if is_shared:
         # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
         # the saved codes.
-        first = _restored(kept)
+        first = _restored(plan, role, kept)
     elif role == "kernel" and isinstance(first, QTensor):
         name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
         first = jax.tree.map(name, first.as_bits()).from_bits()
@@ -344,7 +344,7 @@ def _quantized_for_both(
     return made[0], made[-1], amax
 
 
-def _named(role: str, operand: Any) -> Any:
+def _named(role: str, operand: Any, scale: jax.Array | None) -> Any:
     """Returns an operand in the form that is kept for the backward pass.
 
     A ``QTensor`` is kept as bits, under a name for policies of ``jax.checkpoint``.
@@ -352,20 +352,25 @@ def _named(role: str, operand: Any) -> Any:
     Args:
         role: ``"input"`` or ``"kernel"``.
         operand: the operand of the second product, quantized or wide.
+        scale: the delayed scale, which the op keeps anyway; None without delayed scaling.
     """
     name = _INPUT_NAME if role == "input" else _KERNEL_NAME
     if not isinstance(operand, QTensor):
         # A wide kernel needs no name: it is an argument of the op, and stays in memory anyway.
         return checkpoint_name(operand, name) if role == "input" else operand
     bits = operand.as_bits()
-    is_named = operand.quantizer.needs_state  # a delayed scale has this name already
-    scale = bits.scale if is_named else checkpoint_name(bits.scale, _SCALING_NAME)
+    if scale is None or not operand.quantizer.needs_state:  # a delayed scale has this name already
+        scale = checkpoint_name(bits.scale, _SCALING_NAME)
     return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name), scale=scale)
 
 
-def _restored(kept: Any) -> Any:
+def _restored(plan: Contraction, role: str, kept: Any) -> Any:
     """Returns the operand from the form in which ``_named`` has stored it."""
-    return kept.from_bits() if isinstance(kept, QTensor) else kept
+    if not isinstance(kept, QTensor):
+        return kept
+    if kept.quantizer.needs_state:
+        kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(kept.scale))
+    return kept.from_bits()
 
 
 # Meshes with explicit axes.

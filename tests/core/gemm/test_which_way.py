@@ -43,7 +43,7 @@ def test_which_gpus_have_the_kernel(way):
         # Pallas's pipeline is one for int32.
         with compile_target(capability), jax.enable_x64(way == "blocks"):
             found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
-            assert found == (count if way == "vmap" else 2 * count)
+            assert found == 2 * count
 
 
 @pytest.mark.parametrize("capability", [9.0, 10.0])

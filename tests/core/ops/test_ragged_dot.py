@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm import gemm
+from fp8flax._core.gemm import gemm, ragged
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.ops import ragged_dot
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
@@ -437,7 +436,7 @@ def test_three_gemms_in_fp8_tile_by_tile():
         ("wgrad", "cublasLt", "exact"),
     }
     floor = 6 * rows * depth * columns
-    tile = ragged_dot._tile_of(rows, experts)
+    tile = ragged._Tiles(rows, experts).tile
     assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
     # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
     assert theirs.flops == floor * experts
@@ -463,7 +462,8 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(name, monkeypatch):
     expected = jit(step)(x, w, g, sizes)
     run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
-    monkeypatch.setattr(gemm, "compute_capability", lambda: 8.0)
+    for module in (gemm, ragged):
+        monkeypatch.setattr(module, "compute_capability", lambda: 8.0)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
     places = split, split, split, whole
