@@ -113,9 +113,13 @@ def _quantize(cast: _Cast, x: jax.Array) -> Pair:
     # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over a
     # part of a mesh axis, which custom_partitioning does not support.
     has_kernel = one is not reference and not (rows % BLOCK or columns % BLOCK)
-    # Devices exchange one set of codes of a kernel with square blocks, which serves both GEMMs.
     of_part = partial(_by_kernel, cast, shares_codes=quantizer.serves_both) if has_kernel else reference
-    on_shards = partial(quantize_on_shards, of_part, name=BLOCK_QUANTIZE if has_kernel else "")
+
+    def on_shards(x: jax.Array) -> Pair:
+        first, second = quantize_on_shards(of_part, x, name=BLOCK_QUANTIZE if has_kernel else "")
+        # Devices exchange one set of codes of a kernel with square blocks, which serves both GEMMs.
+        return first, first if quantizer.serves_both else second
+
     on_gpu = partial(unless_partitioned, one, reference, on_shards=on_shards)
     pair: Pair = lax.platform_dependent(x, cuda=on_gpu, default=reference)
     return pair

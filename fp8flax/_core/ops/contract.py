@@ -49,7 +49,6 @@ from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer, quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import DelayedConfig, ScalingState, delayed_config, named_scaling
-from fp8flax._core.tracing import traced_once
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 
@@ -174,9 +173,10 @@ class Contraction:
 
 
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
-# quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes.
+# quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes. The work
+# is jitted, so that JAX traces it once for all equal layers.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def contract(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
@@ -214,34 +214,41 @@ class _Residuals(NamedTuple):
     """What the forward pass keeps for the backward pass."""
 
     kept: tuple[Any, Any]
-    """Input and kernel, quantized for their products in the backward pass, see ``_named``."""
+    """Input and kernel, quantized for their products in the backward pass, see ``_named``; or wide."""
     extra: Extra
     scales: Scales
     amaxes: dict[str, jax.Array]
     """The amaxes of input and kernel."""
 
 
-@traced_once
 def _contract_fwd(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
-    kept_shardings = _kept_sharding(plan, "input"), _kept_sharding(plan, "kernel")
-    shardings = plan.out_sharding, kept_shardings, None  # None: amaxes are replicated
-    out, kept, amaxes = on_automatic_axes(plan, _forward, shardings)(*operands, extra, scales)
+    out, kept, amaxes = _forward(plan, *operands, extra, scales)
+    # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
+    wide = checkpoint_name(operands[0], _INPUT_NAME) if kept[0] is None else None, operands[1]
+    kept = tuple(x if codes is None else codes for x, codes in zip(wide, kept))
     return out, _Residuals(kept, extra, scales, amaxes)
 
 
+@partial(jax.jit, static_argnums=0)
 def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales) -> Any:
-    """Returns the result, the residuals of input and kernel, and the amaxes by role."""
-    x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
-    w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
-    with jax.named_scope(FORWARD):
-        out = plan.original("output", plan.product(FORWARD, x, w, extra))
-    return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
+    """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
+
+    def forward(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, scales: Scales) -> Any:
+        x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
+        w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
+        with jax.named_scope(FORWARD):
+            out = plan.original("output", plan.product(FORWARD, x, w, extra))
+        return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
+
+    kept_shardings = _kept_sharding(plan, "input"), _kept_sharding(plan, "kernel")
+    shardings = plan.out_sharding, kept_shardings, None  # None: amaxes are replicated
+    return on_automatic_axes(plan, forward, shardings)(lhs, rhs, extra, scales)
 
 
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals
@@ -255,7 +262,10 @@ def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any
 
 def _backward(plan: Contraction, kept: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array) -> Any:
     """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
-    x, w = (_restored(plan, role, x) for role, x in zip(("input", "kernel"), kept))
+    x, w = (
+        _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x, extra)
+        for role, x in zip(("input", "kernel"), kept)
+    )
     g = plan.canonical("output_grad", g, extra)
     g1, g2, amax = _quantized_for_both(plan, "output_grad", g, extra, scales)
     with jax.named_scope(DGRAD):
@@ -294,16 +304,16 @@ def _cast(quantizer: Any, x: jax.Array, dims: Dims, scale: jax.Array | None) -> 
 def _operand(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
     """Quantizes an input or kernel.
 
-    Returns the operand of the forward product, the residual for the product in the backward pass, and the
-    amax by role.
+    Returns the operand of the forward product, the residual for the product in the backward pass (None if
+    that operand is wide), and the amax by role.
     """
     first, second, amax = _quantized_for_both(plan, role, plan.canonical(role, x, extra), extra, scales)
     is_shared = first is second
-    kept = _named(role, second, scales.get(role))
-    if is_shared:
+    kept = _named(role, second) if isinstance(second, QTensor) else None
+    if is_shared and kept is not None:
         # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
         # the saved codes.
-        first = _restored(plan, role, kept)
+        first = _restored(plan, role, kept, scales)
     elif role == "kernel" and isinstance(first, QTensor):
         name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
         first = jax.tree.map(name, first.as_bits()).from_bits()
@@ -344,32 +354,20 @@ def _quantized_for_both(
     return made[0], made[-1], amax
 
 
-def _named(role: str, operand: Any, scale: jax.Array | None) -> Any:
-    """Returns an operand in the form that is kept for the backward pass.
+def _named(role: str, operand: QTensor) -> QTensor:
+    """Returns an operand as it is kept for the backward pass: bits, under names for ``jax.checkpoint``.
 
-    A ``QTensor`` is kept as bits, under a name for policies of ``jax.checkpoint``.
-
-    Args:
-        role: ``"input"`` or ``"kernel"``.
-        operand: the operand of the second product, quantized or wide.
-        scale: the delayed scale, which the op keeps anyway; None without delayed scaling.
+    A delayed scale is left out, because the op keeps it anyway.
     """
-    name = _INPUT_NAME if role == "input" else _KERNEL_NAME
-    if not isinstance(operand, QTensor):
-        # A wide kernel needs no name: it is an argument of the op, and stays in memory anyway.
-        return checkpoint_name(operand, name) if role == "input" else operand
-    bits = operand.as_bits()
-    if scale is None or not operand.quantizer.needs_state:  # a delayed scale has this name already
-        scale = checkpoint_name(bits.scale, _SCALING_NAME)
+    bits, name = operand.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
+    scale: Any = None if operand.quantizer.needs_state else checkpoint_name(bits.scale, _SCALING_NAME)
     return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name), scale=scale)
 
 
-def _restored(plan: Contraction, role: str, kept: Any) -> Any:
+def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
     """Returns the operand from the form in which ``_named`` has stored it."""
-    if not isinstance(kept, QTensor):
-        return kept
-    if kept.quantizer.needs_state:
-        kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(kept.scale))
+    if kept.scale is None:
+        kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
     return kept.from_bits()
 
 
@@ -380,8 +378,8 @@ def _kept_sharding(plan: Contraction, role: str) -> Any:
     """Returns the sharding of the result of ``_named``; for a ``QTensor`` that of its codes and scale."""
     sharding, (_, quantizer) = plan.canonical_sharding(role), plan.recipe.of_role(role)
     if sharding is None or quantizer is None:
-        return sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        return None
+    replicated: Any = None if quantizer.needs_state else NamedSharding(sharding.mesh, PartitionSpec())
     block = quantizer.block_of(plan.dims[role][1]) if isinstance(quantizer, BlockQuantizer) else ()
     return QTensor(sharding, replicated, quantizer, block)
 

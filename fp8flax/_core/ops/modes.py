@@ -36,7 +36,6 @@ from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
 from fp8flax._core.state.state import as_state, scales_of, step_scales
-from fp8flax._core.tracing import traced_once
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -96,12 +95,10 @@ def run(
     compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
     scales = step_scales(plan.configs, checked)
 
-    def multiply(*operands: jax.Array) -> jax.Array:
-        return compute(plan, operands, extra, scales)
-
     if mode.value is not None:
-        return _observed(multiply, plan, lhs, rhs, extra, scales)
-    return multiply(lhs, rhs)
+        product = lambda *operands: compute(plan, operands, extra, scales)  # noqa: E731
+        return _observed(product, plan, lhs, rhs, extra, scales)
+    return compute(plan, (lhs, rhs), extra, scales)
 
 
 def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -213,7 +210,7 @@ def _unpacked(plan: Contraction, stored: QTensor) -> QTensor:
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-@traced_once
+@partial(jax.jit, static_argnums=0)
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
 
