@@ -254,7 +254,8 @@ def compiling_for(gpu: Gpu | None) -> Iterator[None]:
         device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
     )
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-    with compile_target(gpu.compute_capability, takes_algorithms=compiles_algorithms()), mesh:
+    target = compile_target(gpu.compute_capability, takes_algorithms=compiles_algorithms(), cores=gpu.cores)
+    with target, mesh:
         yield
 
 

@@ -118,6 +118,32 @@ def test_explicit_axes(rows, has_pairs):
     assert (backends["forward"] == "cublasLt") == (has_pairs or not compiles_algorithms())
 
 
+def test_a_sequence_whose_parts_are_no_multiples_of_16():
+    """Each of eight GPUs has 125 of 1000 elements of a sequence; the product of all has 4000 rows."""
+    mesh = Mesh(np.array(fp8.compile_only_devices("h200", 8)), ("data",))
+    x = on(mesh, struct(4, 1000, 256, dtype=jnp.bfloat16), None, "data")
+    report = fp8.audit(step, on(mesh, KERNEL), x, target=mesh)
+    assert [gemm.is_fp8 for gemm in report.gemms] == 3 * [True]
+
+
+def test_128_blocks_under_vmap():
+    """Each GPU has one element of the batch, and our kernel multiplies all of its rows."""
+    mesh = Mesh(np.array(fp8.compile_only_devices("h200", 8)), ("data",))
+    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling())
+    layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
+
+    def step(kernel, x):
+        def loss(kernel, x):
+            out = jax.vmap(lambda x: layer.apply({"params": {"kernel": kernel}}, x))(x)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.grad(loss, (0, 1))(kernel, x)
+
+    x = on(mesh, struct(8, 256, 256, dtype=jnp.bfloat16), "data")
+    report = fp8.audit(step, on(mesh, KERNEL), x, target=mesh)
+    assert [gemm.is_fp8 for gemm in report.gemms] == 3 * [True]
+
+
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 def test_one_row_or_column_for_each_gpu(spec):
     """The program compiles, although not to FP8."""

@@ -20,6 +20,7 @@ class _AbsentGpu(NamedTuple):
 
     capability: float
     takes_algorithms: bool
+    cores: int
 
 
 _absent_gpu = jax.make_user_context(None)
@@ -27,7 +28,7 @@ _absent_gpu = jax.make_user_context(None)
 
 
 def compile_target(
-    capability: float | None, *, takes_algorithms: bool = True
+    capability: float | None, *, takes_algorithms: bool = True, cores: int = 132
 ) -> contextlib.AbstractContextManager[object]:
     """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
 
@@ -35,8 +36,9 @@ def compile_target(
         capability: the compute capability of the GPU; None for the first device of JAX.
         takes_algorithms: whether JAX can compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU. If
             not, the precision of the dot says how it accumulates.
+        cores: the number of cores of the GPU; 132 are those of an H100 or H200.
     """
-    gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms)
+    gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms, cores)
     context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
     return context
 
@@ -204,6 +206,13 @@ def compute_capability_of(device: jax.Device) -> float:
         return float(device.compute_capability)
     except (AttributeError, ValueError):  # not an NVIDIA GPU
         return 0.0
+
+
+def num_cores() -> int:
+    """Returns the number of cores of the GPU that JAX compiles for; that of an H200 if it is unknown."""
+    if _absent_gpu.value is not None:
+        return int(_absent_gpu.value.cores)
+    return int(getattr(jax.devices()[0], "core_count", None) or GPUS["h200"].cores)
 
 
 def has_fp8_units(device: jax.Device) -> bool:

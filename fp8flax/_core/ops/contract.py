@@ -366,7 +366,7 @@ def _named(role: str, operand: QTensor) -> QTensor:
 
 def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
     """Returns the operand from the form in which ``_named`` has stored it."""
-    if kept.scale is None:
+    if kept.quantizer.needs_state:
         kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
     return kept.from_bits()
 

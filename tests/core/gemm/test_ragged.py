@@ -73,7 +73,7 @@ def test_sums_are_of_each_groups_own_tiles(align):
 @pytest.fixture
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
-    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
 
 
 def interpreted(f, out_dtype, *, is_transposed=False):

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
+from fp8flax._core.gemm.gpus import num_cores
 from fp8flax._core.qtensor import BLOCK, TILE
 from fp8flax._core.scaling import apply_scales
 
@@ -26,9 +27,6 @@ _HALF = TILE // 2
 """The number of rows of a tile of the result that one warpgroup multiplies.
 
 A thread block has three warpgroups. Two multiply. One warp of the third fetches the operands."""
-
-_CORES = 132
-"""The number of cores of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
 
 _STRIP = 8
 """The width, in tiles, of a strip of columns. The cores compute one strip after the other, because the
@@ -332,7 +330,7 @@ def _kernel(
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
-        grid=(min(_CORES, tiling.num_tiles * n),),
+        grid=(min(num_cores(), tiling.num_tiles * n),),
         grid_names=("core",),
         num_threads=3,
         thread_name="warpgroup",

@@ -17,7 +17,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 @pytest.fixture
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
-    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
 
 
 def interpreted(**kwargs):

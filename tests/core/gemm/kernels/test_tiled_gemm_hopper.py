@@ -34,7 +34,7 @@ def multiply(lhs, rhs, table, **options):
 def test_a_tile_is_the_product_of_its_rows(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
     out = jax.jit(lambda *args: multiply(*args, interpret=InterpretGPUParams()))(*OPERANDS, TABLE)
     lhs, rhs = (np.asarray(x, np.float64) for x in OPERANDS)
     np.testing.assert_allclose(out[:128], 0.5 * lhs[256:] @ rhs.T, rtol=1e-5, atol=1e-5)
