@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -28,14 +29,14 @@ class _Ambient:
     while this thread reads it.
     """
 
-    __slots__ = ("recipe",)
+    __slots__ = ("__weakref__", "recipe")
 
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
 
 
-_ambients: dict[Any, _Ambient] = {}
-"""The one ``_Ambient`` of each recipe that was ever ambient."""
+_ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDictionary()
+"""The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
 class _Entry(NamedTuple):

@@ -453,3 +453,12 @@ def test_contexts_that_are_left_in_any_order(seed):
     assert number_in_use(0) == 3
     with pytest.raises(RuntimeError, match="which had not entered it"):
         contexts[0].__exit__(None, None, None)
+
+
+def test_recipes_that_nothing_uses_any_more_are_forgotten():
+    for length in range(1, 50):
+        with fp8.autocast(recipe=fp8.DelayedScaling(amax_history_len=length)):
+            pass
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one).__name__ == "_Ambient"]
+    assert len(kept) < 49

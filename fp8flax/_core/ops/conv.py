@@ -246,41 +246,16 @@ def fp8_conv_general_dilated(
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     The convolution is ``fp8_dot_general`` of windows and kernel if its windows do not overlap (1×1 kernels,
-    patches, a window that covers all of the input), it has no groups, and its input is not dilated. It then
-    uses FP8 units if the device has them. The amax of the input is then the amax of all windows.
+    patches, a window that covers all of the input), it has no groups, and its input is not dilated. The
+    amax of the input is then the amax of all windows.
 
     In all other cases it is quantize-dequantize: the operands are cast to FP8 and back, JAX convolves them
     in their dtype, and the cotangent is cast to FP8 and back, on every device. XLA has no gradients of FP8
     convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes. The operands
     stay wide for the backward pass, and JAX can differentiate the convolution any number of times.
 
-    Args:
-        lhs: the input, in the layout of ``dimension_numbers``, a wide float.
-        rhs: the kernel, in the layout of ``dimension_numbers``, with the dtype of ``lhs``.
-        window_strides: the strides. The arguments from here to ``batch_group_count`` are those of
-            ``lax.conv_general_dilated``.
-        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` per dimension.
-        lhs_dilation: None for 1 in each dimension.
-        rhs_dilation: None for 1 in each dimension.
-        dimension_numbers: layouts of input, kernel and result.
-        feature_group_count: number of groups of features.
-        batch_group_count: number of groups of the batch.
-        precision: for a matmul, see ``fp8_dot_general``; otherwise the precision of all three convolutions.
-        preferred_element_type: dtype of the result; None for the dtype of the operands.
-        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
-            values.
-        recipe: how the tensors are scaled. A convolution that is not a matmul needs one scale per tensor,
-            the same in all products.
-        is_frozen: see ``fp8_dot_general``.
-
-    Returns:
-        The result, shaped like that of ``lax.conv_general_dilated``.
-
-    Raises:
-        TypeError: an operand or ``preferred_element_type`` is not a wide float, or the operands do not fit
-            each other.
-        ValueError: the convolution is not a matmul and the recipe has several scales, or several
-            quantizers, per tensor; or the shapes do not fit.
+    The arguments up to ``preferred_element_type``, the result and the errors are those of ``ConvCall``; the
+    others are those of ``fp8_dot_general``.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     arguments = (

@@ -280,33 +280,25 @@ def fp8_dot_general(
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
+    The operands, the result and the errors are those of ``DotGeneralCall``.
+
     Args:
-        lhs: the input, any shape, a wide float.
-        rhs: the kernel, any shape, a wide float.
-        dimension_numbers: the dimension numbers of ``lax.dot_general``.
-        precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
-            for exact accumulation in all three GEMMs. A GEMM of wide operands gets ``precision`` itself.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        lhs: the input.
+        rhs: the kernel.
+        dimension_numbers: as for ``lax.dot_general``.
+        precision: as for ``DotGeneralCall``.
+        preferred_element_type: as for ``DotGeneralCall``.
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
         recipe: how the tensors are scaled.
-        form: ``"direct"`` puts FP8 operands into the GEMMs. ``"qdq"`` is ``in_qdq`` of both operands, a
-            matmul in their dtype, and ``out_qdq``; it requires delayed scaling of all three tensors.
+        form: see ``Fp8DotGeneralOp``.
         is_frozen: whether the states do not change. JAX can then differentiate the op any number of times,
             in forward and reverse mode. Tangents and cotangents are multiplied in wide dtypes, with the
             values of the quantized operands.
         stored_kernel: the kernel as a frozen model stores it, see ``modes.packed_kernel``. The values of
             ``rhs`` are then not read, and the op is frozen.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
-        out_sharding: the sharding of the result, as for ``lax.dot_general``, on a mesh with explicit axes.
-
-    Returns:
-        The product, shaped like that of ``lax.dot_general``.
-
-    Raises:
-        TypeError: an operand or ``preferred_element_type`` is not a wide float, ``precision`` is none of
-            the above, or the operands do not fit the dimension numbers.
-        ValueError: ``form`` is none of the above, or ``"qdq"`` with another recipe.
+        out_sharding: as for ``lax.dot_general``.
     """
     _check_form(form, recipe.gemms)
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)

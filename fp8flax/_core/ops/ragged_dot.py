@@ -125,43 +125,11 @@ def fp8_ragged_dot(
     belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are
     zeros, and they have no gradient. They do not affect any scale or amax, whatever values they hold. Input
     and output gradient have one scale (or one per slice along the contraction). Each expert's kernel has
-    its own scales.
+    its own scales, with a state of shapes ``(experts, 1)`` and ``(experts, amax_history_len)``. In wgrad, a
+    block of 128 rows with one scale may hold rows of several experts.
 
-    On Hopper one GPU kernel multiplies all rows of a device. On other devices the rows are multiplied in
-    tiles, one after the other. A tile is multiplied by the kernel of each expert that has rows in it: at
-    most ``rows / tile + experts - 1`` products in all. (XLA for GPUs computes ``lax.ragged_dot`` as a
-    masked product with the kernels of *all* experts.)
-
-    Args:
-        lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
-        rhs: the kernels, ``(experts, K, N)``, a wide float.
-        group_sizes: number of rows of each expert, ``(experts,)``, integers.
-        precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
-            for exact accumulation in all three GEMMs. A GEMM of wide operands gets ``precision`` itself.
-        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
-        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
-            values. The state of the kernels has shapes ``(experts, 1)`` and ``(experts,
-            amax_history_len)``.
-        recipe: how the tensors are scaled. In wgrad, a block of 128 rows with one scale may hold rows of
-            several experts. Scales per block are multiplied into the values, in the dtype of the operands,
-            if the block size is not 128 or the device is not a Hopper GPU.
-        is_frozen: see ``fp8_dot_general``.
-
-    Returns:
-        The result, ``(M, N)``.
-
-    Raises:
-        TypeError: an operand is not a wide float, ``group_sizes`` are not integers, or
-            ``preferred_element_type`` or ``precision`` is none of the above.
-        ValueError: the shapes do not fit.
-        NotImplementedError: an operand is sharded over explicit axes of a mesh.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> x, kernels = jnp.ones((4, 2)), jnp.stack([jnp.ones((2, 1)), 3 * jnp.ones((2, 1))])
-        >>> recipe = fp8.Float8CurrentScaling(use_power_2_scales=True)
-        >>> fp8_ragged_dot(x, kernels, jnp.array([1, 2]), states=States(), recipe=recipe).ravel()
-        Array([2., 6., 6., 0.], dtype=float32)
+    The arguments up to ``preferred_element_type``, the result and the errors are those of
+    ``RaggedDotCall``; the others are those of ``fp8_dot_general``.
 
     Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
     arXiv:2211.15841.
