@@ -13,7 +13,10 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.scaling import apply_scales
+from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
 
@@ -26,16 +29,11 @@ CONTRACTIONS = {
     "matmul": ((5, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
     "dense on a sequence": ((2, 5, 7), (7, 3), (((2,), (0,)), NO_BATCH)),
     "rhs transposed": ((5, 7), (3, 7), (((1,), (1,)), NO_BATCH)),
-    "lhs transposed": ((7, 5), (7, 3), (((0,), (0,)), NO_BATCH)),
-    "two contracting": ((2, 4, 6), (4, 6, 3), (((1, 2), (0, 1)), NO_BATCH)),
     "two contracting, crossed": ((2, 4, 6), (6, 3, 4), (((1, 2), (2, 0)), NO_BATCH)),
-    "one batch": ((4, 5, 7), (4, 7, 3), (((2,), (1,)), ((0,), (0,)))),
     "two batches, moved": ((5, 2, 7, 4), (4, 7, 3, 2), (((2,), (1,)), ((1, 3), (3, 0)))),
-    "batch, no free rhs": ((4, 5, 7), (4, 7), (((2,), (1,)), ((0,), (0,)))),
     "outer product": ((5,), (3,), (((), ()), NO_BATCH)),
     "vector": ((7,), (7, 3), (((0,), (0,)), NO_BATCH)),
     "dot to a scalar": ((7,), (7,), (((0,), (0,)), NO_BATCH)),
-    "one row": ((1, 17), (17, 33), (((1,), (0,)), NO_BATCH)),
     "no rows": ((0, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
 }
 
@@ -159,6 +157,28 @@ def make_step(op, dims):
     return step
 
 
+def states_of(recipe, scale=1.0):
+    """Returns fresh scaling states of a matmul under a recipe."""
+    return States(
+        **{
+            role: ScalingState(jnp.full((1,), scale), jnp.zeros((quantizer.amax_history_len,)))
+            for role, quantizer in recipe.gemms.delayed.items()
+        }
+    )
+
+
+def vjp_of(recipe, dims=MATMUL, states=None):
+    """Returns a jitted function of operands and cotangent: the result and both gradients."""
+
+    @jax.jit
+    def run(states, lhs, rhs, g):
+        dot = partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe, states=states)
+        out, vjp = jax.vjp(dot, lhs, rhs)
+        return out, *vjp(g.astype(out.dtype))
+
+    return partial(run, states_of(recipe) if states is None else states)
+
+
 def error_of_product(actual, expected, *factors):
     """Returns the norm of the difference, relative to the product of the norms of the two factors.
 
@@ -168,24 +188,6 @@ def error_of_product(actual, expected, *factors):
     granted = float(jnp.finfo(actual.dtype).smallest_subnormal) * actual.size**0.5
     error = np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
     return max(error - granted, 0.0) / norm
-
-
-MAGNITUDES = [
-    # Input, kernel and gradient of the result. All three products are in the range of float32.
-    (1e37, 1e-12, 1e-3),
-    (1e-12, 1e37, 1e-3),
-    (1e-30, 1e-5, 1e-3),
-    (1e30, 1e-30, 1e-5),
-    (1.0, 0.1, 1e-32),
-    (1e-35, 1e30, 1e2),
-]
-
-
-def assert_in_range(actual, expected, lhs, rhs):
-    """Checks a product of two matrices; subnormal elements and subnormal products may be lost."""
-    lost = 2.0**-126 * lhs.shape[-1] * expected.size**0.5
-    error = np.linalg.norm(np.asarray(actual, np.float64) - expected)
-    assert error - lost <= 1e-6 * np.linalg.norm(lhs) * np.linalg.norm(rhs)
 
 
 KINDS = {"float32": "exact", "power_of_two": "power_of_two"}

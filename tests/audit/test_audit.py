@@ -23,7 +23,7 @@ from fp8flax._audit.compiling import Target
 from fp8flax._audit.dots import AuditedGemm
 from fp8flax._audit.gemms import path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
-from tests.cases import RECIPES, cells, dense_step, struct
+from tests.cases import RECIPES, dense_step, struct
 
 pytestmark = pytest.mark.optimized
 
@@ -134,16 +134,15 @@ def without_algorithms(monkeypatch):
         monkeypatch.setattr(module, "compiles_algorithms", lambda: False)
 
 
-@pytest.mark.parametrize("name", cells(["delayed", "block128"], repeated=["block128"]))
-@pytest.mark.parametrize("target", ["h200", "b200"])
-def test_the_precision_can_stand_for_the_algorithm(gpu, monkeypatch, name, target):
+@pytest.mark.parametrize("target", ["h200", pytest.param("b200", marks=pytest.mark.long)])
+def test_the_precision_can_stand_for_the_algorithm(gpu, monkeypatch, target):
     """The GEMMs are the same, but XLA computes none of them as several sums, as it does small ones."""
-    args = dense_step(512, 256, 384, partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[name]))
+    args = dense_step(512, 256, 384, fp8flax.Fp8DotGeneralOp)
     expected = audit(*args, target=target)
     without_algorithms(monkeypatch)
     report = audit(*args, target=target)
-    assert (report.compiled_by == "JAX") == (name == "block128")
-    assert (report.compiled_by in str(report)) == (name != "block128")
+    assert report.compiled_by != "JAX"
+    assert report.compiled_by in str(report)
     assert report.num_launches <= expected.num_launches
     names = "path", "role", "lhs_dtype", "rhs_dtype", "backend", "accumulation", "is_fp8", "flops"
     rows, others = ({tuple(getattr(g, n) for n in names) for g in r.gemms} for r in (report, expected))
@@ -302,18 +301,17 @@ def test_path_and_role(op_name, path, role):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
-def test_scanned_layers(gpu, remat):
-    layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
+def test_scanned_layers(gpu):
+    layer = nn.remat(Layer, prevent_cse=False)
     model = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)(
         name="layers"
     )
     report = audit(*gradient_of(model, struct(512, 128)))
     assert {g.trip_count for g in report.gemms} == {8}
     assert {g.path for g in report.gemms} == {"layers/up", "layers/down"}
-    roles = ["backward"] * 4 + ["forward"] * 2 + ["recomputed forward"] * remat
+    roles = ["backward"] * 4 + ["forward"] * 2 + ["recomputed forward"]
     assert sorted(g.role for g in report.gemms) == roles
-    assert report.flops == (6 + remat) * 8 * 2 * 512 * 128 * 256
+    assert report.flops == 7 * 8 * 2 * 512 * 128 * 256
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
 
@@ -421,25 +419,22 @@ def test_scalars_are_arguments_and_arrays_are_optional(gpu):
 
 RUNS_IN_FP8 = {
     "a100": {},
-    "l40s": {"delayed": True, "current": True},
-    "rtx4090": {"delayed": True, "current": True},
-    "h200": {"delayed": True, "current": True, "block128": True},
-    "b200": {"delayed": True, "current": True, "block128": True, "mxfp8": True},
+    "l40s": {"delayed": True},
+    "h200": {"delayed": True, "block128": True},
+    "b200": {"delayed": True, "block128": True, "mxfp8": True},
 }
-
-
-GPUS_AND_RECIPES = [
-    (target, r) for target in RUNS_IN_FP8 for r in ("delayed", "current", "block128", "mxfp8")
-]
-# Other targets repeat these: they have the same compute capability, or emulate the recipe.
-SEEN = [(target, r) for target in ("h200", "b200") for r in ("delayed", "current", "block128", "mxfp8")]
-SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("target", "recipe"), cells(GPUS_AND_RECIPES, repeated=[x for x in GPUS_AND_RECIPES if x not in SEEN])
+    ("target", "recipe"),
+    [
+        # Other targets repeat these: they have the same compute capability, or emulate the recipe.
+        *((target, r) for target in ("h200", "b200") for r in ("delayed", "block128", "mxfp8")),
+        ("a100", "delayed"),
+        ("l40s", "delayed"),
+    ],
 )
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
     """Every supported version of JAX gives the same result."""

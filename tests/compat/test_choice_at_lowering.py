@@ -19,13 +19,13 @@ def two_programs(x):
 @pytest.mark.newest
 def test_a_program_for_one_device():
     x = jnp.arange(3.0)
-    for wrap in (lambda f: f, jax.jit, jax.vmap):
+    for wrap in (lambda f: f, jax.jit):
         np.testing.assert_array_equal(wrap(lambda x: two_programs(x))(x), [2 * x, 0 * x])
 
 
 @pytest.mark.newest
 def test_which_programs_for_several_devices_have_shards():
-    """Those that are split over a mesh; not on explicit axes, under ``jax.vmap``, and for export."""
+    """Those that are split over a mesh; not on explicit axes, and for export."""
 
     @custom_partitioning
     def add_three(x):
@@ -48,9 +48,5 @@ def test_which_programs_for_several_devices_have_shards():
         np.testing.assert_array_equal(f(jnp.zeros((8, 2))), np.ones((8, 2)))
         np.testing.assert_array_equal(f(automatic), np.full((8, 2), 3))
     exported = jax.export.export(jax.jit(of_shards))(automatic).call
-    for f, x in (
-        (jax.jit(of_shards), explicit),
-        (jax.jit(jax.vmap(of_shards)), automatic),
-        (exported, automatic),
-    ):
+    for f, x in ((jax.jit(of_shards), explicit), (exported, automatic)):
         np.testing.assert_array_equal(f(x), np.full((8, 2), 2))

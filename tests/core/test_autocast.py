@@ -87,9 +87,10 @@ class TwoCalls(nn.Module):
         return results
 
 
-@pytest.mark.parametrize("in_setup", [True, False], ids=["setup", "compact"])
 @pytest.mark.parametrize(
-    "order", [("MX", "off"), ("off", "delayed"), ("delayed", "MX"), ("off", "MX")], ids=str
+    ("order", "in_setup"),
+    [(("MX", "off"), True), (("off", "delayed"), False), (("delayed", "MX"), True)],
+    ids=str,
 )
 def test_one_op_under_two_recipes(order, in_setup, variables, expected):
     contexts = {

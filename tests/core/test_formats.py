@@ -6,8 +6,6 @@ import fp8flax as fp8
 from fp8flax._core.formats import fp8_max
 from tests import reference
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.mark.parametrize(
     ("name", "largest", "normal", "subnormal", "finite"),

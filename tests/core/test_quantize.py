@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 import fp8flax as fp8
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.quantize import straight_through
 from tests import reference
-from tests.cases import cells, normal, ties
+from tests.cases import normal, ties
 
 pytestmark = pytest.mark.optimized
 
@@ -42,20 +41,17 @@ def assert_same_bits(actual, expected):
     )
 
 
-INPUTS = list(
-    itertools.product(
-        [False, True], [np.float32, ml_dtypes.bfloat16], DTYPES, [ml_dtypes.bfloat16, np.float16]
-    )
-)
-# Un-jitted each operation is the same one, whatever the format.
-REPEATED = [
-    c for c in INPUTS if not c[0] and (c[2] != DTYPES[0] or (c[1] == np.float32) == (c[3] == np.float16))
-]
+BF16, F32, F16 = ml_dtypes.bfloat16, np.float32, np.float16
 
 
 @pytest.mark.parametrize(
     ("jit", "compute", "name", "source"),
-    cells(INPUTS, repeated=REPEATED),
+    [
+        *itertools.product([True], [F32, BF16], DTYPES, [BF16, F16]),
+        # Un-jitted each operation is the same one, whatever the format.
+        (False, F32, DTYPES[0], BF16),
+        (False, BF16, DTYPES[0], F16),
+    ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_all_16_bit_inputs(name, source, compute, jit):
@@ -154,16 +150,6 @@ def test_any_float32_array(x, scale, name):
     assert_same_bits(back, reference.qdq(x, name, scale))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", DTYPES)
-def test_compute_dtype_of_the_layer_reproduces_flax(name, dtype):
-    x = (normal(0, 64, 33) * 10).astype(dtype)
-    scale = jnp.float32(3.0 / 448.0)
-    ours = fp8.quantize_dequantize(x, getattr(jnp, name), scale, dtype)
-    theirs = flax_ops.qdq(x, getattr(jnp, name), scale, dtype)
-    assert_same_bits(ours, theirs)
-
-
 def test_scale_shapes():
     x = normal(0, 4, 6)
     by_scalar = fp8.quantize(x, jnp.float8_e4m3fn, jnp.float32(0.5))
@@ -200,13 +186,12 @@ def test_under_debug_nans():
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 0.125])
-def test_cast_to_representable_loses_nothing_the_second_time(name, scale):
+def test_cast_to_representable_loses_nothing_the_second_time(name):
     dtype = getattr(jnp, name)
     x = normal(1, 300) * 20
-    once = fp8.cast_to_representable(x, dtype, scale)
+    once = fp8.cast_to_representable(x, dtype, 0.125)
     assert (once != x).any()
-    assert_same_bits(fp8.cast_to_representable(once, dtype, scale), once)
+    assert_same_bits(fp8.cast_to_representable(once, dtype, 0.125), once)
 
 
 @pytest.mark.parametrize("bad", [np.int32(1), np.complex64(1), np.True_, jnp.float8_e4m3fn(1)], ids=repr)

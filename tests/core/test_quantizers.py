@@ -1,7 +1,5 @@
 """Codes and scales of every quantizer, bit for bit those of the reference in NumPy."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,7 +11,6 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.scaling import current_scale, e8m0_scale, scale_exponent
 from tests import reference, reference_recipes
-from tests.cases import cells
 
 pytestmark = pytest.mark.optimized
 
@@ -80,19 +77,14 @@ def assert_same_quantized(actual, codes, scale):
     np.testing.assert_array_equal(actual.scale, scale)
 
 
-WAYS = list(itertools.product(QUANTIZERS, ["e4m3, rows", "e5m2, columns"]))
-REPEATED = [
-    "tensorwise, powers of two",
-    "axiswise, powers of two",
-    "1x128",
-    "128x128",
+WAYS = [
+    *((name, "e4m3, rows") for name in QUANTIZERS),
+    *((name, "e5m2, columns") for name in ("tensorwise", "axiswise", "MX", "MX, floor")),
+    *((name, "e5m2, columns") for name in ("1x128, float32", "128x128, float32")),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    cells(WAYS, repeated=[way for way in WAYS if way[0] in REPEATED and way[1] == "e5m2, columns"]),
-)
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_codes_and_scales(name, way):
     """Both orientations, of odd sizes that no block divides."""
     dtype, contract = (E4M3, 1) if way == "e4m3, rows" else (E5M2, 0)
@@ -103,12 +95,8 @@ def test_codes_and_scales(name, way):
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
 
-SMALL = list(
-    itertools.product(["tensorwise", "axiswise", "MX", "128x128, float32"], [(1, 33), (1, 1), (0, 5)])
-)
-
-
-@pytest.mark.parametrize(("name", "shape"), cells(SMALL, repeated=[c for c in SMALL if c[1] == (1, 1)]))
+@pytest.mark.parametrize("shape", [(1, 33), (0, 5)], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128x128, float32"])
 def test_small_and_empty_shapes(name, shape):
     """Contracted along each dimension, so the transposed shapes too."""
     quantizer = QUANTIZERS[name](E4M3)
@@ -119,22 +107,15 @@ def test_small_and_empty_shapes(name, shape):
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
 
-OTHER_DTYPES = list(
-    itertools.product(
-        ["tensorwise", "axiswise", "MX", "1x128, float32"], ["bfloat16", "float16", "float64"]
-    )
-)
-SEEN = [
-    "tensorwise-float16",
-    "axiswise-float64",
-    "MX-float64",
-    "1x128, float32-bfloat16",
-    "axiswise-bfloat16",
-]
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype"), cells(OTHER_DTYPES, repeated=[c for c in OTHER_DTYPES if "-".join(c) not in SEEN])
+    ("name", "dtype"),
+    [
+        ("tensorwise", "float16"),
+        ("axiswise", "float64"),
+        ("axiswise", "bfloat16"),
+        ("MX", "float64"),
+        ("1x128, float32", "bfloat16"),
+    ],
 )
 def test_operands_of_other_dtypes(name, dtype):
     quantizer = QUANTIZERS[name](E4M3)
@@ -222,7 +203,7 @@ def test_all_e8m0_values_dequantize(name):
     assert np.isnan(values[255]).all()
 
 
-@pytest.mark.parametrize("name", cells(QUANTIZERS, repeated=["MX, floor", *REPEATED]))
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "1x128, float32", "128x128, float32"])
 def test_there_and_back(name):
     """The dequantized operand has its old shape, and is within half a unit in the last place of e4m3."""
     quantizer = QUANTIZERS[name](E4M3)
@@ -235,6 +216,4 @@ def test_there_and_back(name):
 
     for dtype, back in zip((jnp.float32, jnp.bfloat16), there_and_back(x)):
         assert (back.shape, back.dtype) == (x.shape, dtype)
-        tolerance = {"rtol": 2**-4 * 1.05, "atol": 2e-5}
-        if "floor" not in name:
-            np.testing.assert_allclose(back.astype(jnp.float32), x, **tolerance)
+        np.testing.assert_allclose(back.astype(jnp.float32), x, rtol=2**-4 * 1.05, atol=2e-5)

@@ -26,17 +26,11 @@ from tests.cases import (
     normal,
 )
 
-# test_dot_general tests the three products of each contraction. Flax can neither scale a scalar cotangent
-# nor compute the amax of an empty tensor.
-all_cells = partial(pytest.param, marks=pytest.mark.all_cells)
 IN_FLAX = [
     ("matmul", jnp.float32),
     ("two contracting, crossed", jnp.float32),
     ("two batches, moved", jnp.float32),
     ("dense on a sequence", jnp.bfloat16),
-    all_cells("batch, no free rhs", jnp.float32),
-    all_cells("outer product", jnp.bfloat16),
-    all_cells("one row", jnp.bfloat16),
 ]
 
 
@@ -89,24 +83,14 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
         jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
 
 
-H, H_FNUZ = fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ
-IN_CI = tuple(f for f in fp8.Format if f != fp8.Format.E4M3_FNUZ)  # test_defects tests this one
+HYBRID, HYBRID_FNUZ = fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ
 OVER_STEPS = [
-    *(("direct", {}, fp8_format, jnp.float32) for fp8_format in fp8.Format if fp8_format in IN_CI),
-    *(
-        all_cells("direct", {}, fp8_format, jnp.float32)
-        for fp8_format in fp8.Format
-        if fp8_format not in IN_CI
-    ),
-    ("direct", {}, H, jnp.bfloat16),
-    all_cells("direct", {}, H, jnp.float16),
-    all_cells("direct", {}, H_FNUZ, jnp.bfloat16),
-    ("direct", {"margin": 2}, H, jnp.float32),
-    all_cells("direct", {"margin": 2}, H_FNUZ, jnp.bfloat16),
-    ("direct", {"algorithm": "most_recent"}, H_FNUZ, jnp.float32),
-    all_cells("direct", {"algorithm": "most_recent"}, H, jnp.bfloat16),
-    ("qdq", {}, H, jnp.bfloat16),
-    all_cells("qdq", {}, H_FNUZ, jnp.float32),
+    # test_defects tests the format E4M3_FNUZ
+    *(("direct", {}, each, jnp.float32) for each in fp8.Format if each != fp8.Format.E4M3_FNUZ),
+    ("direct", {}, HYBRID, jnp.bfloat16),
+    ("direct", {"margin": 2}, HYBRID, jnp.float32),
+    ("direct", {"algorithm": "most_recent"}, HYBRID_FNUZ, jnp.float32),
+    ("qdq", {}, HYBRID, jnp.bfloat16),
 ]
 
 
@@ -147,29 +131,6 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
             np.testing.assert_array_equal(state[f"{role}_amax_history"], expected.history[role])
 
 
-def test_a_dot_to_a_scalar():
-    x, w, dims = jnp.arange(7.0), jnp.full((7,), 0.5), (((0,), (0,)), NO_BATCH)
-    op = fp8.Fp8DotGeneralOp()
-    variables = init(op, x, w, dims)
-    (new, dx, dw), out = make_step(op, dims)(variables, x, w, jnp.float32(3.0))
-    assert out == 10.5
-    np.testing.assert_array_equal(dx, np.full((7,), 1.5))
-    np.testing.assert_array_equal(dw, 3 * np.arange(7.0))
-    assert new[OWG]["output_grad_amax_history"][0] == 3.0
-
-
-def test_no_rows_leave_the_state_of_input_and_gradient():
-    lhs_shape, rhs_shape, dims = CONTRACTIONS["no rows"]
-    op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=2))
-    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
-    variables = init(op, lhs, rhs, dims)
-    (new, _, drhs), out = make_step(op, dims)(variables, lhs, rhs, g)
-    assert out.shape == (0, 3)
-    np.testing.assert_array_equal(drhs, np.zeros(rhs_shape))
-    changed = {k for k in new[OWG] if not np.array_equal(new[OWG][k], variables[OWG][k])}
-    assert changed == {"kernel_amax_history"}
-
-
 class Attention(nn.Module):
     dot_general_cls: object = None
 
@@ -181,7 +142,6 @@ class Attention(nn.Module):
 
 
 LAYERS = {
-    "Dense": partial(nn.Dense, 4),
     "DenseGeneral": partial(nn.DenseGeneral, (2, 3), axis=(-2, -1)),
     "DenseGeneral with batch": partial(nn.DenseGeneral, 5, axis=-1, batch_dims=(0,)),
     "MultiHeadDotProductAttention": Attention,
@@ -230,15 +190,9 @@ class TestFp8Einsum:
     @pytest.mark.parametrize(
         ("eqn", "lhs_shape", "rhs_shape"),
         [
-            ("ab,bc->ac", (5, 6), (6, 4)),
             ("ab,bc->ca", (5, 6), (6, 4)),  # jnp.einsum would swap the operands here
-            ("xab,xbc->axc", (3, 5, 6), (3, 6, 4)),
-            ("...b,bc->...c", (2, 5, 6), (6, 4)),
-            ("abc,bc->a", (3, 5, 6), (5, 6)),
             ("abz,bc->ac", (5, 6, 2), (6, 4)),
-            ("a,b->ba", (5,), (6,)),
             ("ab,ab->ab", (5, 6), (5, 6)),
-            ("ab,bc", (5, 6), (6, 4)),
         ],
     )
     def test_is_einsum_of_the_quantized_operands(self, eqn, lhs_shape, rhs_shape):
@@ -321,11 +275,6 @@ class TestArguments:
     def dtype_of(self, *args, **kwargs):
         return jax.eval_shape(lambda: self.apply(*args, **kwargs)).dtype
 
-    def test_preferred_element_type(self):
-        assert self.dtype_of(self.x, self.w, self.dims) == jnp.bfloat16
-        args = (self.x, self.w, self.dims)
-        assert self.dtype_of(*args, preferred_element_type=jnp.float32) == jnp.float32
-
     def test_preferred_element_type_keeps_the_gradients_dtypes(self):
         op = fp8.Fp8DotGeneralOp()
         variables = init(op, self.x, self.w, self.dims)
@@ -376,16 +325,6 @@ class TestArguments:
 class TestState:
     x = jnp.ones((2, 3))
     model = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")
-
-    def test_missing_state_names_the_layer_and_the_fix(self):
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")(x)
-
-        params = nn.Dense(4).init(jax.random.key(0), self.x)["params"]
-        with pytest.raises(fp8.MissingStateError, match="'head'.*add_fp8_state"):
-            Net().apply({"params": {"head": params}}, self.x)
 
     def test_another_history_length_is_refused(self):
         variables = jax.jit(self.model.init)(jax.random.key(0), self.x)

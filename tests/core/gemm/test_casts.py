@@ -40,7 +40,7 @@ def test_which_tensors_the_kernel_quantizes(shape, recipe, expected, monkeypatch
         out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe), x, w)
         return vjp(out)
 
-    for capability in (None, 10.0, 9.0):
+    for capability in (None, 10.0, 9.0) if expected else (9.0,):
         assert not seen
         with compile_target(capability):
             jax.eval_shape(step, jnp.zeros(shape), jnp.zeros((384, 512)))

@@ -10,20 +10,24 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.gemm import ragged
 from fp8flax._core.gemm.gemm import Gemm
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import groups, tiled_gemm_hopper
 from fp8flax._core.gemm.ragged import Ragged, grouped_products, grouped_sums
+from fp8flax._core.ops.contract import STATELESS
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims, QTensor
 from tests.cases import error_of_product, with_reference
+from tests.core.gemm.kernels.test_groups import SIZES, bounds
 
 E4M3 = jnp.float8_e4m3fn
-# Tiles that several share, an empty group, rows left over and rows beyond the last; none at all.
-SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (129, 1, 127, 43), (300, 1, 0, 0)]
 
 
-def bounds(rows, sizes):
-    """First row of each group, and the row after its last one; of those left over last."""
-    ends = [*np.minimum(np.cumsum(sizes), rows), rows]
-    return list(zip([0, *ends[:-1]], ends))
+@jax.jit
+def tiles_of_rows(sizes):
+    """Returns the tiles of 304 rows, a multiple of 8."""
+    tiling = ragged._tiling_of_rows(304, 256, 128, sizes.size)
+    table = groups.table_of(304, sizes)
+    return jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -32,10 +36,7 @@ def bounds(rows, sizes):
 )
 def test_copies_begin_where_hopper_can(sizes):
     """At multiples of 8 rows, and each row of the result is written once: of its own group, or zero."""
-    rows = 304  # a multiple of 8
-    tiling = ragged._tiling_of_rows(rows, 256, 128, len(sizes))
-    table = groups.table_of(rows, jnp.array(sizes))
-    found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
+    rows, found = 304, tiles_of_rows(np.array(sizes, np.int32))
     owner = np.repeat(np.arange(len(sizes) + 1), np.diff(bounds(rows, np.clip(sizes, 0, rows)))[:, 0])
     written = np.zeros(rows, int)
     for lhs_row, rhs_row, block, num_blocks, out_row, low, high in zip(*(np.asarray(x) for x in found)):
@@ -142,16 +143,11 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_one_core")
-@pytest.mark.parametrize(
-    ("use_f32_scales", "is_square", "out_dtype"),
-    [(False, True, jnp.bfloat16), pytest.param(True, False, jnp.float32, marks=pytest.mark.all_cells)],
-)
-def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
+def test_ragged_dots_of_blocks_on_hopper():
     """Blocks that two groups share, an empty one, rows left over; beside NumPy, by expert."""
     rng, rows, sizes, depth, columns = np.random.default_rng(0), 140, (13, 0, 120), 136, 40
-    recipe = fp8.Float8BlockScaling(use_f32_scales=use_f32_scales).gemms
-    of_rows, of_kernel = recipe.forward.lhs, recipe.forward.rhs if is_square else recipe.forward.lhs
-    spans, tolerance = bounds(rows, sizes), 2e-6 if out_dtype == jnp.float32 else 2**-8
+    of_rows, of_kernel = (getattr(fp8.Float8BlockScaling().gemms.forward, x) for x in ("lhs", "rhs"))
+    spans, tolerance, out_dtype = bounds(rows, sizes), 2**-8, jnp.bfloat16
     x, w, g = (rng.normal(size=shape) for shape in ((rows, depth), (3, depth, columns), (rows, columns)))
     # Each block with a scale of its own.
     x *= np.exp(2 * rng.normal(size=(rows, 1)))
@@ -188,3 +184,52 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
         if start < end:
             assert error_of_product(dw[e], factors[0] @ factors[1], *factors) <= tolerance
     assert not dw[1].any()
+
+
+@pytest.mark.parametrize("way", ["plain", "blocks", pytest.param("vmap", marks=pytest.mark.long)])
+def test_which_gpus_have_the_kernel(way):
+    """Hopper, of operands of one dtype; under transformations too. For one GPU, and for several."""
+    blocks = way == "blocks"
+    recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
+    f = partial(fp8_ragged_dot, states=STATELESS, recipe=recipe)
+    f = jax.vmap(f) if way == "vmap" else f
+    x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
+    if way == "vmap":
+        x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))
+
+    def step(x, w):
+        out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+        return out, vjp(out)
+
+    counts = {9.0: 3} if blocks else {None: 0, 8.9: 0, 9.0: 3, 10.0: 0}
+    for capability, count in counts.items():
+        # Pallas's pipeline is one for int32.
+        with compile_target(capability), jax.enable_x64(way == "blocks"):
+            found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
+            assert found == 2 * count
+
+
+@pytest.mark.long  # the same scaling as that of a GEMM
+@pytest.mark.optimized
+def test_the_ragged_dot_in_range():
+    sizes = np.array([10, 30])
+
+    @jax.jit
+    def run(x, w, g):
+        dot = partial(
+            fp8_ragged_dot,
+            group_sizes=sizes,
+            states=STATELESS,
+            recipe=fp8.Float8CurrentScaling(granularity="axiswise"),
+        )
+        out, vjp = jax.vjp(dot, x, jnp.stack([w, w]))
+        return out, *vjp(g)
+
+    rng = np.random.default_rng(0)
+    magnitudes = ((40, 150), 1e37), ((150, 24), 1e-12), ((40, 24), 1e-3)
+    x, w, g = (np.float32(rng.uniform(-1, 1, shape) * size) for shape, size in magnitudes)
+    out, dx, dw = run(x, w, g)
+    assert error_of_product(out, x.astype(np.float64) @ w, x, w) <= 0.02
+    assert error_of_product(dx, g.astype(np.float64) @ w.T, g, w) <= 0.02
+    for actual, rows in zip(dw, (slice(10), slice(10, 40))):
+        assert error_of_product(actual, x[rows].astype(np.float64).T @ g[rows], x[rows], g[rows]) <= 0.02

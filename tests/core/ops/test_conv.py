@@ -22,7 +22,7 @@ from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
-from tests.cases import OWG, cells, error_of_product, struct, variables_of
+from tests.cases import OWG, error_of_product, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -107,20 +107,16 @@ def case(x_shape, w_shape, strides, padding, matmul=False, **kwargs):
 CASES = {
     "SAME, odd sizes": case((2, 7, 5, 3), (3, 3, 3, 5), (1, 1), [(1, 1), (1, 1)]),
     "strides": case((2, 8, 9, 3), (3, 2, 3, 4), (2, 3), [(0, 0), (0, 0)]),
-    "dilated kernel": case((1, 9, 8, 2), (3, 2, 2, 3), (1, 2), [(2, 2), (0, 1)], rhs_dilation=(2, 3)),
     "dilated input, cropped": case(
         (2, 5, 4, 3), (2, 3, 3, 4), (2, 1), [(1, -1), (-1, 2)], lhs_dilation=(3, 2)
     ),
     "groups": case((2, 5, 5, 4), (3, 3, 2, 6), (1, 1), [(1, 1), (1, 1)], groups=2),
     "depthwise, stride": case((2, 6, 5, 3), (3, 3, 1, 6), (2, 2), [(0, 1), (1, 1)], groups=3),
-    "1D": case((3, 11, 2), (4, 2, 3), (1,), [(3, 0)]),
     "3D": case((1, 4, 3, 5, 2), (2, 2, 3, 2, 3), (1, 2, 1), [(0, 1), (0, 0), (1, 1)]),
     "no batch": case((0, 6, 6, 3), (3, 3, 3, 4), (1, 1), [(1, 1), (1, 1)]),
     "1×1, strides, padding": case((2, 4, 5, 3), (1, 1, 3, 4), (2, 3), [(1, 2), (0, 1)], matmul=True),
     "patches": case((2, 8, 6, 3), (4, 2, 3, 5), (4, 2), [(0, 0), (0, 0)], matmul=True),
-    "patches, a rest": case((1, 11, 7, 3), (4, 2, 3, 5), (4, 2), [(0, 0), (0, 0)], matmul=True),
     "patches, SAME": case((2, 7, 3), (3, 3, 4), (3,), [(1, 1)], matmul=True),
-    "one window": case((2, 4, 5, 3), (4, 3, 3, 4), (1, 1), [(0, 0), (0, -2)], matmul=True),
     "windows apart, dilated": case((2, 13, 3), (2, 3, 4), (5,), [(-1, 2)], matmul=True, rhs_dilation=(3,)),
     "no patches": case((2, 3, 3), (4, 3, 4), (4,), [(0, 0)], matmul=True),
 }
@@ -170,11 +166,8 @@ def make_vjp(convolve):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "name",  # of patches, see below
-    cells(
-        [name for name in CASES if name != "patches"],
-        repeated=["strides", "dilated kernel", "groups", "1D", "patches, a rest", "one window"],
-    ),
+    "name",
+    [name for name in CASES if name not in ("strides", "groups", "patches")],  # which other tests have
 )
 def test_values_gradients_and_state_beside_numpy(name):
     """With amaxes that are too low for some of the data: those saturate."""
@@ -314,54 +307,6 @@ def squares(layer, variables, x):
 gradient = jit(fp8.value_and_grad(squares, (1, 2)), static_argnums=0)
 
 
-PADDINGS = {
-    "SAME": ({"strides": 2}, None, [(1, 1), (0, 1)]),
-    "CIRCULAR": ({"strides": 1}, "wrap", [(1, 1), (1, 1)]),
-    "CAUSAL": ({"kernel_size": (3,), "kernel_dilation": 2, "strides": 1}, None, [(4, 0)]),
-}
-
-
-@pytest.mark.parametrize("padding", list(PADDINGS))
-def test_layers_over_steps(padding):
-    """Three steps of ``nn.Conv``: the scale of each comes from the amaxes before it."""
-    fields, mode, pairs = PADDINGS[padding]
-    layer, x, variables = small(padding=padding, **fields)
-    names = {f"{role}_{suffix}" for role in ROLES for suffix in ("scale", "amax_history")}
-    assert set(variables[OWG]["Fp8ConvGeneralDilatedOp_0"]) == names
-    scale = {role: np.ones((1,), np.float32) for role in ROLES}
-    history = {role: np.zeros((2,), np.float32) for role in ROLES}
-    w, b = variables["params"]["kernel"], variables["params"]["bias"]
-    strides, dilation = (fields["strides"],) * len(pairs), (fields.get("kernel_dilation", 1),) * len(pairs)
-    for step in range(3):
-        x = x * np.float32(1.5**step)
-        value, (grads, dx) = gradient(layer, variables, x)
-        whole = [(0, 0), *pairs, (0, 0)]
-        given = np.pad(x, whole, mode=mode) if mode else np.pad(x, whole)
-        by_numpy = Reference(given.shape, w.shape, strides, [(0, 0)] * len(pairs), rhs_dilation=dilation)
-        tensors = {"input": given, "kernel": w}
-        for role in ("input", "kernel"):
-            scale[role] = reference.next_scale(history[role], scale[role], "float8_e4m3fn")
-            history[role] = reference.next_history(tensors[role], history[role])
-        x8, w8 = (reference.qdq(t, "float8_e4m3fn", scale[r]).astype(float) for r, t in tensors.items())
-        y = by_numpy.forward(x8, w8) + np.asarray(b)
-        g = np.asarray(2 * y, np.float32)
-        scale["output_grad"] = reference.next_scale(
-            history["output_grad"], scale["output_grad"], "float8_e5m2"
-        )
-        np.testing.assert_allclose(value, np.sum(y**2), rtol=1e-5)
-        state = grads[OWG]["Fp8ConvGeneralDilatedOp_0"]
-        history["output_grad"] = reference.next_history(g, history["output_grad"])
-        for role in ROLES:
-            np.testing.assert_allclose(state[f"{role}_scale"], scale[role], rtol=1e-5)
-            np.testing.assert_allclose(state[f"{role}_amax_history"], history[role], rtol=1e-5)
-        g8 = reference.qdq(g, "float8_e5m2", scale["output_grad"]).astype(float)
-        dw = by_numpy.wgrad(x8, g8)
-        # A cotangent that differs in the last bit may round to the next of e5m2's values, 1/4 away.
-        assert error_of_product(grads["params"]["kernel"], dw, x8, g8) <= 1e-3
-        assert dx.shape == x.shape
-        variables = {**variables, OWG: grads[OWG]}
-
-
 def new_state(grads):
     return grads[OWG]["Fp8ConvGeneralDilatedOp_0"]
 
@@ -390,20 +335,6 @@ def test_nan_and_inf():
     np.testing.assert_array_equal(
         new_state(grads)["output_grad_amax_history"], old["output_grad_amax_history"]
     )
-
-
-def test_large_values_and_zeros():
-    c = CASES["strides"]
-    x, w, g = operands(c)
-    run = make_vjp(convolution_of(c, recipe=fp8.Float8CurrentScaling(use_power_2_scales=True)))
-    small_out, small_dx, small_dw, _ = run(x, w, g, States())
-    big = np.float32(2.0**100)  # about 1e30
-    out, dx, dw, _ = run(x * big, w / big, g, States())
-    np.testing.assert_array_equal(out, small_out)
-    np.testing.assert_array_equal(dx, small_dx / big)
-    np.testing.assert_array_equal(dw, small_dw * big)
-    for zeros in run(0 * x, w, 0 * g, States())[:3]:
-        np.testing.assert_array_equal(zeros, np.zeros_like(zeros))
 
 
 def test_uses_merge_by_maximum():
@@ -548,6 +479,8 @@ def test_fp8_off():
 
 def test_calibrate():
     layer, x, variables = small()
+    names = {f"{role}_{suffix}" for role in ROLES for suffix in ("scale", "amax_history")}
+    assert set(variables[OWG]["Fp8ConvGeneralDilatedOp_0"]) == names
     filled = fp8.calibrate(partial(squares, layer), variables, [x, 2 * x], backward=True)
     state = new_state(filled)
     assert state["input_amax_history"][0] == 2 * np.max(np.abs(x))

@@ -23,6 +23,8 @@ X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
         ("abc,dbe->ad", (5, 3, 6)),  # c and e are summed first
         ("...c,cd->...d", (4, 5)),
         ("abc,abc->", (2, 3, 4)),
+        ("abc,d->dabc", (5,)),
+        ("abc,cd", (4, 5)),
     ],
 )
 def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
