@@ -25,8 +25,6 @@ from fp8flax._audit.gemms import path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, dense_step, struct
 
-pytestmark = pytest.mark.optimized
-
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
 
@@ -92,18 +90,6 @@ def test_plain_dense(gpu):
         ("forward", 1, 8192, 4096, 4096),
     ]
     assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
-
-
-@pytest.mark.newest
-def test_quantize_dequantize(gpu):
-    report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
-    (forward,) = [g for g in report.gemms if g.role == "forward"]
-    assert not forward.is_fp8
-    assert forward.path == "Dense"
-    assert "pattern not matched" in forward.reason
-    assert report.num_fp8_gemms == 0
-    assert report.num_kernels == 21
-    assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
 
 
 def test_flax_direct_op(gpu):
@@ -417,39 +403,51 @@ def test_scalars_are_arguments_and_arrays_are_optional(gpu):
     assert (report.device, report.num_gemms) == ("NVIDIA H200", 1)
 
 
-RUNS_IN_FP8 = {
-    "a100": {},
-    "l40s": {"delayed": True},
-    "h200": {"delayed": True, "block128": True},
-    "b200": {"delayed": True, "block128": True, "mxfp8": True},
+EVEN, ODD = (256, 128, 384), (33, 70, 45)
+WIDE = "the same values, multiplied in"
+NO_UNITS = "this GPU has no FP8 units; the values are emulated"
+AXISWISE = fp8flax.Float8CurrentScaling(granularity="axiswise")
+MULTIPLIED = {
+    # The backend of all three GEMMs; "" if it is not fixed. The reason if they are not in FP8.
+    ("a100", "delayed"): (RECIPES["delayed"], EVEN, "", NO_UNITS),
+    ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
+    ("h200", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
+    ("h200", "128 blocks"): (RECIPES["block128"], EVEN, "Pallas", ""),
+    ("h200", "MX"): (RECIPES["mxfp8"], ODD, "Triton", f"{WIDE} bfloat16"),
+    ("b200", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
+    ("b200", "axiswise"): (AXISWISE, EVEN, "cublasLt", ""),
+    ("b200", "128 blocks"): (RECIPES["block128"], ODD, "cuDNN", ""),
+    ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
+    ("b200", "128 blocks, float32"): (
+        *(fp8flax.Float8BlockScaling(use_f32_scales=True), EVEN, "Triton", f"{WIDE} float32"),
+    ),
 }
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("target", "recipe"),
+    ("target", "name"),
     [
-        # Other targets repeat these: they have the same compute capability, or emulate the recipe.
-        *((target, r) for target in ("h200", "b200") for r in ("delayed", "block128", "mxfp8")),
-        ("a100", "delayed"),
-        ("l40s", "delayed"),
+        pytest.param(*one, marks=pytest.mark.long) if one[1] in ("axiswise", "128 blocks, float32") else one
+        for one in MULTIPLIED
     ],
 )
-def test_what_each_gpu_multiplies_in_fp8(target, recipe):
-    """Every supported version of JAX gives the same result."""
-    op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
-    report = audit(*dense_step(256, 128, 384, op), target=target)
+def test_what_each_gpu_multiplies_in_fp8(target, name):
+    """Every version of JAX gives the same result. Other targets have one of these capabilities."""
+    recipe, shape, backend, reason = MULTIPLIED[target, name]
+    with jax.numpy_rank_promotion("allow"):
+        report = audit(*dense_step(*shape, partial(fp8flax.Fp8DotGeneralOp, recipe=recipe)), target=target)
     assert (report.target, report.device) == (target, GPUS[target].name)
-    assert report.num_gemms == 3
-    assert report.fp8_flops_share == RUNS_IN_FP8[target].get(recipe, False)
-    if target == "b200" and recipe in ("block128", "mxfp8"):
-        assert {gemm.backend for gemm in report.gemms} == {"cuDNN"}
-    if target == "a100":
-        assert {gemm.reason for gemm in report.gemms} == {
-            "this GPU has no FP8 units; the values are emulated"
-        }
-        assert report.predicted_seconds["total"] > 0
+    assert sorted((g.path, g.role) for g in report.gemms) == [
+        *(("Dense", "dgrad"), ("Dense", "forward"), ("Dense", "wgrad")),
+    ]
+    assert report.fp8_flops_share == (not reason)
+    assert report.predicted_seconds["total"] > 0
+    for gemm in report.gemms:
+        assert backend in ("", gemm.backend)
+        assert gemm.is_fp8 == (not reason)
+        assert reason in gemm.reason
 
 
 def test_experts_on_an_h200():

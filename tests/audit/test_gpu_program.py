@@ -347,35 +347,6 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16():
     assert ours.temp_bytes <= 0.9 * plain.temp_bytes
 
 
-EVEN, ODD = (512, 256, 384), (33, 70, 45)
-WIDE = "the same values, multiplied in"
-MULTIPLIED = {
-    # recipe, shape and GPU; the backend, and the reason if the GEMM is not in FP8
-    "axiswise": (fp8.Float8CurrentScaling(granularity="axiswise"), EVEN, "b200", "cublasLt", ""),
-    "MX on Hopper": (fp8.MXFP8BlockScaling(), ODD, "h200", "Triton", f"{WIDE} bfloat16"),
-    "MX": (fp8.MXFP8BlockScaling(), ODD, "b200", "cuDNN", ""),
-    "128 blocks on Hopper": (fp8.Float8BlockScaling(), ODD, "h200", "Pallas", ""),
-    "128 blocks": (fp8.Float8BlockScaling(), ODD, "b200", "cuDNN", ""),
-    "128 blocks, float32": (
-        *(fp8.Float8BlockScaling(use_f32_scales=True), EVEN, "b200", "Triton", f"{WIDE} float32"),
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MULTIPLIED)
-def test_what_multiplies_under_each_recipe(name):
-    recipe, shape, target, backend, reason = MULTIPLIED[name]
-    with jax.numpy_rank_promotion("allow"):
-        report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
-    assert sorted((g.path, g.role) for g in report.gemms) == [
-        *(("Dense", "dgrad"), ("Dense", "forward"), ("Dense", "wgrad")),
-    ]
-    for gemm in report.gemms:
-        assert (gemm.backend, gemm.is_fp8) == (backend, not reason)
-        assert reason in gemm.reason
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
 def test_blackwell_under_vmap(axes):

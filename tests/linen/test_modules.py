@@ -26,12 +26,9 @@ from tests.cases import (
     normal,
 )
 
-IN_FLAX = [
-    ("matmul", jnp.float32),
-    ("two contracting, crossed", jnp.float32),
-    ("two batches, moved", jnp.float32),
-    ("dense on a sequence", jnp.bfloat16),
-]
+# test_dot_general tests the three products of each contraction. Flax can neither scale a scalar cotangent
+# nor compute the amax of an empty tensor, and rounds scales to the dtype of the layer.
+IN_FLAX = ["matmul", "two contracting, crossed", "two batches, moved"]
 
 
 def flax_op(**kwargs):
@@ -46,17 +43,9 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / norm if norm else np.linalg.norm(actual)
 
 
-def with_power_of_two_scale(x):
-    """Raises the largest value to the next 1.75 * 2**n: fp8_max is one of these, so the scale is 2**m."""
-    flat = np.asarray(x, np.float64).ravel()
-    i = np.argmax(np.abs(flat))
-    flat[i] = np.copysign(1.75 * 2.0 ** np.ceil(np.log2(np.abs(flat[i]) / 1.75)), flat[i])
-    return jnp.asarray(flat.reshape(x.shape), x.dtype)
-
-
-@pytest.mark.parametrize(("contraction", "dtype"), IN_FLAX, ids=name_of)
-def test_agrees_with_flax_over_steps(contraction, dtype):
-    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
+@pytest.mark.parametrize("contraction", IN_FLAX)
+def test_agrees_with_flax_over_steps(contraction):
+    (lhs_shape, rhs_shape, dims), dtype = CONTRACTIONS[contraction], jnp.float32
     ours = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=3))
     theirs = flax_op(amax_history_length=3)
     lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, dtype)
@@ -64,14 +53,9 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         variables = init(theirs, lhs, rhs, dims)
     jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
-    # Flax rounds the scale to the layer's dtype, which would tip FP8 roundings: bfloat16 gets scales that
-    # it holds. What is left is the order of accumulation and the roundings to bfloat16.
-    tolerance = {jnp.float32: 1e-6, jnp.bfloat16: 2**-8}[dtype]
     our_step, their_step = make_step(ours, dims), make_step(theirs, dims)
     for i in range(4):
         lhs, rhs, g = data(i, lhs_shape, rhs_shape, dims, dtype)
-        if dtype == jnp.bfloat16:
-            lhs, rhs, g = map(with_power_of_two_scale, (lhs, rhs, g))
         (our_variables, *our_grads), our_out = our_step(our_variables, lhs, rhs, g)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             (variables, *grads), out = their_step(variables, lhs, rhs, g)
@@ -79,7 +63,7 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
             (our_out, *our_grads), (out, *grads), ((lhs, rhs), (g, rhs), (lhs, g))
         ):
             assert ours_.dtype == theirs_.dtype == dtype
-            assert error_of_product(ours_, theirs_, *factors) <= tolerance
+            assert error_of_product(ours_, theirs_, *factors) <= 1e-6
         jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
 
 
@@ -337,12 +321,3 @@ class TestState:
         variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
         _, updates = self.model.apply(variables, self.x, mutable=True)
         jax.tree.map(np.testing.assert_array_equal, updates[OWG], variables[OWG])
-
-    def test_under_x64_and_debug_nans(self):
-        with jax.enable_x64(True), jax.debug_nans(True):
-            layer = nn.Dense(
-                4, dtype=jnp.float32, param_dtype=jnp.float32, dot_general_cls=fp8.Fp8DotGeneralOp
-            )
-            variables = jax.jit(layer.init)(jax.random.key(0), jnp.ones((2, 3), jnp.float32))
-            grads = fp8.grad(lambda v: jnp.sum(layer.apply(v, jnp.zeros((2, 3), jnp.float32))))(variables)
-            assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}

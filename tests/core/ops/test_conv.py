@@ -467,16 +467,6 @@ def test_a_converted_model_in_the_other_form():
     )
 
 
-def test_fp8_off():
-    layer, x, variables = small()
-    with fp8.autocast(enabled=False):
-        out, state = jit(partial(layer.apply, mutable=[OWG]))(variables, x)
-        assert list(jax.eval_shape(layer.init, jax.random.key(0), x)) == ["params"]
-    plain = layer.clone(conv_general_dilated_cls=None)
-    np.testing.assert_array_equal(out, jit(plain.apply)({"params": variables["params"]}, x))
-    jax.tree.map(np.testing.assert_array_equal, state[OWG], variables[OWG])
-
-
 def test_calibrate():
     layer, x, variables = small()
     names = {f"{role}_{suffix}" for role in ROLES for suffix in ("scale", "amax_history")}

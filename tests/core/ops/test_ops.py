@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import fp8flax as fp8
 from fp8flax._core.ops import ops
 from tests.cases import normal
 
@@ -27,3 +29,27 @@ def test_flops_are_those_that_xla_counts(row):
     out = row.plain(*CALLS[row])
     assert sizes.batch * sizes.m * sizes.n == out.size
     assert sizes.k == rhs.size // sizes.n // (rhs.shape[0] if row is ops.RAGGED_DOT else 1)
+
+
+OPS = {
+    ops.DOT_GENERAL: fp8.Fp8DotGeneralOp,
+    ops.CONV: fp8.Fp8ConvGeneralDilatedOp,
+    ops.RAGGED_DOT: fp8.Fp8RaggedDotOp,
+}
+
+
+@pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
+@by_row
+def test_switched_off_an_op_is_the_function_of_jax(row):
+    """It makes no state, and leaves what is there."""
+    end = 3 if row is ops.RAGGED_DOT else None  # the op takes further arguments by name
+    arguments = CALLS[row][:end]
+    op = OPS[row]()
+    state = op.init(jax.random.key(0), *arguments)
+    with fp8.autocast(enabled=False):
+        out, variables = op.init_with_output(jax.random.key(0), *arguments)
+        again, left = op.apply(state, *arguments, mutable=True)
+    assert variables == {}
+    for found in (out, again):
+        np.testing.assert_array_equal(found, row.plain(*CALLS[row]))
+    jax.tree.map(np.testing.assert_array_equal, left, state)

@@ -324,15 +324,6 @@ def test_calibrate_knows_every_expert():
     assert (state["kernel_scale"] >= np.float32(expected)).all()
 
 
-def test_switched_off_it_is_ragged_dot():
-    x, w = small()
-    sizes = jnp.array([5, 0, 6])
-    with fp8.autocast(enabled=False):
-        out, variables = fp8.Fp8RaggedDotOp().init_with_output(jax.random.key(0), x + 0.3, w, sizes)
-    assert variables == {}
-    np.testing.assert_array_equal(out, lax.ragged_dot(x + 0.3, w, sizes))
-
-
 # Errors.
 
 
