@@ -19,9 +19,8 @@ from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import (
     Places,
     flatten,
-    is_step,
     kept_along,
-    leaves_of_both,
+    new_leaves,
     path_str,
 )
 
@@ -58,29 +57,23 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
             "The gradient of the scaling state has another structure than the state: "
             f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}. {what_to_do}"
         )
-    if all(map(is_step, jax.tree.leaves(old), jax.tree.leaves(new))):
-        return new
-    paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
-    places = Places.of(paths, old_leaves)
-    olds, news = places.states(old_leaves), places.states(leaves)
-    compared = each_alike(_compared, places.axes, olds, news, loops=True)
-    wrong = [
-        path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_known_false(fits)
-    ]
+    paths, old_leaves, treedef = flatten(old)
+    places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
+    news = places.states(leaves)
+    compared = each_alike(_compared, places.axes, places.states(old_leaves), news)
+    wrong = [path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_false(fits)]
     if wrong:
         raise ValueError(
             f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step "
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
             f"gradients, or belongs to other variables. {what_to_do}"
         )
-    befores, fit = zip(*compared) if compared else ((), ())
-    afters = each_alike(_kept_or_nan, places.axes, befores, news, fit, in_parts=True, loops=True)
-    for (i, j), after in zip(places.pairs, afters):
+    for (i, j), after in zip(places.pairs, each_alike(_after, places.axes, compared, news, in_parts=True)):
         leaves[i], leaves[j] = after
     return treedef.unflatten(leaves)
 
 
-def _is_known_false(x: jax.Array) -> bool:
+def _is_false(x: jax.Array) -> bool:
     """Returns whether some element is False; False if this process does not know the values."""
     if isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated):
         return False
@@ -89,37 +82,36 @@ def _is_known_false(x: jax.Array) -> bool:
 
 def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingState, jax.Array]:
     """Returns the old state, which a GPU then reads once (see ``each_alike``), and ``_can_follow``."""
-    return old, _can_follow(_with_axis_last(old, axis), _with_axis_last(new, axis))
+    return old, _can_follow(old, new, axis)
 
 
-def _kept_or_nan(old: ScalingState, new: ScalingState, fits: jax.Array, axis: int) -> ScalingState:
-    """Returns the state to keep of one tensor: where ``fits`` is False, the scale is NaN."""
-    kept, fits = kept_along(old, new, axis), jnp.moveaxis(fits, -1, axis)
+def _after(compared: tuple[ScalingState, jax.Array], new: ScalingState, axis: int) -> ScalingState:
+    """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
+    old, fits = compared
+    kept = kept_along(old, new, axis)
     return ScalingState(
         jnp.where(fits, kept.scale, np.float32(np.nan)),
         jnp.where(fits, kept.amax_history, old.amax_history),
     )
 
 
-def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
-    """Returns a state whose history runs along the last axis."""
-    return ScalingState(*(jnp.moveaxis(x, axis, -1) for x in state))
+def _can_follow(old: ScalingState, new: ScalingState, axis: int) -> jax.Array:
+    """Returns whether one step can make ``new`` of ``old``, see ``checked_next_state``.
 
-
-def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
-    """Returns whether one step can make ``new`` of ``old``; see ``checked_next_state``.
-
-    Histories have shape ``(..., length)``, the result ``(..., 1)``: stacked layers have one result each.
+    The result has the shape of the scale: stacked layers have one result each.
     """
-    kept = kept_along(old, new, -1)
-    before, after = map(_normal, vary_alike(old.amax_history, kept.amax_history))
+    kept = kept_along(old, new, axis)
+    before, after = (jnp.moveaxis(_normal(s.amax_history), axis, -1) for s in (old, kept))
+    before, after = vary_alike(before, after)
     moved = push_amax(after[..., 0], before)
-    histories = before, moved, jnp.maximum(before, moved)
-    is_history = jnp.any(jnp.stack([_all(after == history) for history in histories]), 0)
-    largest = jnp.max(before, -1, keepdims=True)
+    is_history = _all(after == before) | _all(after == moved) | _all(after == jnp.maximum(before, moved))
+    is_history, largest, newest = (
+        jnp.moveaxis(x, -1, axis) for x in (is_history, jnp.max(before, -1, keepdims=True), before[..., :1])
+    )
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
-    is_scale = (kept.scale == old_scale) | _is_scale_of(kept.scale, largest, before[..., :1])
-    return is_history & is_scale & ~_is_negative(new.scale) & _all(~_is_negative(new.amax_history))
+    is_scale = (kept.scale == old_scale) | _is_scale_of(kept.scale, largest, newest)
+    is_negative = _is_negative(new.scale) | jnp.any(_is_negative(new.amax_history), axis, keepdims=True)
+    return is_history & is_scale & ~is_negative
 
 
 def _all(x: jax.Array) -> jax.Array:
@@ -273,6 +265,11 @@ _WRONG = (
 )
 
 
+def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
+    """Returns a state whose history runs along the last axis."""
+    return ScalingState(*(jnp.moveaxis(x, axis, -1) for x in state))
+
+
 @partial(jax.jit, static_argnums=2)
 def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[jax.Array, ...]:
     """Returns whether each sentence of ``_WRONG`` is true, and whether some and all histories have moved.
@@ -286,7 +283,7 @@ def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[ja
     moves = largest > 0
     if old is not None:
         old = _with_axis_last(old, axis)
-        follows = _can_follow(old, new)
+        follows = _can_follow(old, new, -1)
         moves &= ~_all(history == old.amax_history) | _all(history == largest)
     # The scale follows from the past amaxes. The oldest of them has left the history. It was 0 if the older
     # half of the others is empty, and if no further entry is 0: the run is younger than the history.

@@ -24,7 +24,6 @@ from fp8flax._core.state.tree import (
     leave,
     map_state,
     path_str,
-    remember_step,
 )
 
 
@@ -101,8 +100,6 @@ def value_and_grad(
         with differentiating():
             value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
-        for i, g in zip(positions, grads):
-            remember_step(args[i], g)
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
@@ -294,7 +291,6 @@ def accumulate(
     with differentiating():
         grads, carry, value, aux = run(variables, carry, microbatches)
     grads = jax.tree.map(_cotangent, grads)
-    remember_step(variables, grads)
     value = jnp.sum(value, axis=0)
     return (value, aux) if has_aux else value, grads, carry
 
