@@ -158,15 +158,17 @@ class _Amaxes:
         self._places = Places.of(self._paths, self._leaves)
         self._amaxes: dict[DelayedConfig, np.ndarray] = {}
         self._numbers: list[np.ndarray] = []
+        """The numbers of each pair of ``_places``, in the shape of its scale."""
         self._count = 0
-        numbered = list(self._leaves)
-        for i, _ in self._places.pairs:
-            shape = np.shape(numbered[i])
-            numbers = np.arange(self._count, self._count + math.prod(shape)).reshape(shape)
+        numbered = self._places.states(self._leaves)
+        for k, (scale, history) in enumerate(numbered):
+            numbers = self._count + np.arange(math.prod(scale.shape)).reshape(scale.shape)
             self._count += numbers.size
             self._numbers.append(numbers)
-            numbered[i] = _put(numbers, numbered[i])
-        self.numbered = self._treedef.unflatten(numbered)
+            numbered[k] = ScalingState(_put(numbers, scale), history)
+        leaves = list(self._leaves)
+        self._places.put(leaves, numbered)
+        self.numbered = self._treedef.unflatten(leaves)
 
     def add(self, records: Records) -> None:
         """Merges what the ops reported for a batch with the amaxes of earlier batches."""
@@ -193,21 +195,22 @@ class _Amaxes:
 
     def state(self) -> Any:
         """Returns the scaling state after the calibration."""
-        leaves = list(self._leaves)
-        for (i, j), axis, numbers in zip(self._places.pairs, self._places.axes, self._numbers):
-            old = ScalingState(leaves[i], leaves[j])
+        states = self._places.states(self._leaves)
+        for k, (old, numbers) in enumerate(zip(states, self._numbers)):
             # Only calls with different recipes give one tensor several configurations.
             after = [
-                _calibrated(config, axis, old, _put(amaxes[numbers], old.scale))
+                _calibrated(config, old, _put(amaxes[numbers], old.scale))
                 for config, amaxes in self._amaxes.items()
                 if np.any(amaxes[numbers] > -np.inf)
             ]
             if after:
-                leaves[i], leaves[j] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
+                states[k] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
+        leaves = list(self._leaves)
+        self._places.put(leaves, states)
         return self._treedef.unflatten(leaves)
 
 
-_calibrated = jax.jit(calibrated_state, static_argnums=(0, 1))
+_calibrated = jax.jit(calibrated_state, static_argnums=0)
 
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:

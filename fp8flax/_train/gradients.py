@@ -304,7 +304,7 @@ def _add(total: jax.Array, grad: Any) -> jax.Array:
     return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
 
 
-def _as_cotangent(total: jax.Array, leaf: jax.Array) -> jax.Array:
+def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
     """Returns the sum of all gradients in the dtype of ``leaf``."""
     return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 

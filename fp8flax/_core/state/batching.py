@@ -15,41 +15,38 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def each_alike(
-    f: Callable[..., Any], axes: Sequence[int], *args: Sequence[Any], in_parts: bool = False
-) -> list[Any]:
-    """Returns ``[f(*each, axis=axis) for axis, *each in zip(axes, *args)]``, for trees of arrays.
+def each_alike(f: Callable[..., Any], *args: Sequence[Any], in_parts: bool = False) -> list[Any]:
+    """Returns ``[f(*each) for each in zip(*args)]``, for trees of arrays.
 
     A GPU stacks the trees whose arrays have equal types and shardings, and applies ``f`` to the stacked
     arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for CPUs would compile the stacked
     computation again into every operation that reads a result.
 
     Args:
-        f: a function of trees of arrays and an axis, defined once: outside of jit, JAX's caches compare
-            functions by identity.
-        axes: for each call of ``f``, the axis of its arrays that holds the past amaxes.
-        *args: for each further argument of ``f``, the list of its values.
+        f: a function of trees of arrays, defined once: outside of jit, JAX's caches compare functions by
+            identity.
+        *args: for each argument of ``f``, the list of its values.
         in_parts: whether a GPU applies ``f`` to each part of the stack instead of to the stack. Use it if
             the results are large: a stacked result would be copied into the buffers that the step returns.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
-    for i, (axis, *each) in enumerate(zip(axes, *args)):
+    for i, each in enumerate(zip(*args)):
         leaves, treedef = jax.tree.flatten(each)
         shardings = (
             None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves
         )
-        groups[axis, treedef, *map(jax.typeof, leaves), *shardings].append(i)
+        groups[treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, Any] = {}
-    for (axis, *_), members in groups.items():
+    for members in groups.values():
         of_members = [tuple(values[i] for values in args) for i in members]
-        results.update(zip(members, _alike(f, axis, in_parts, of_members), strict=True))
-    return [results[i] for i in range(len(axes))]
+        results.update(zip(members, _alike(f, in_parts, of_members), strict=True))
+    return [results[i] for i in range(len(results))]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _alike(f: Callable[..., Any], axis: int, in_parts: bool, trees: list[Any]) -> list[Any]:
-    """Returns ``[f(*tree, axis=axis) for tree in trees]``, for trees that can be stacked."""
-    f_traced_once = jax.jit(partial(f, axis=axis))
+@partial(jax.jit, static_argnums=(0, 1))
+def _alike(f: Callable[..., Any], in_parts: bool, trees: list[Any]) -> list[Any]:
+    """Returns ``[f(*tree) for tree in trees]``, for trees that can be stacked."""
+    f_traced_once = jax.jit(f)
 
     def one_by_one(trees: list[Any]) -> list[Any]:
         return [f_traced_once(*tree) for tree in trees]

@@ -105,9 +105,9 @@ _IN_DIGEST = [DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn
 """The options for which a digest holds the scale, in its order."""
 
 
-def digest_of(state: ScalingState, axis: int) -> Digest:
-    """Returns the digest of a float32 state whose history runs along ``axis``."""
-    largest = jnp.max(state.amax_history, axis, keepdims=True)
+def digest_of(state: ScalingState) -> Digest:
+    """Returns the digest of a float32 state."""
+    largest = jnp.max(state.amax_history, -1, keepdims=True)
     return Digest(state.scale, *(_scale_from(config, state.scale, largest) for config in _IN_DIGEST))
 
 
@@ -190,7 +190,7 @@ def _digest_in(state: ScalingState) -> jax.Array:
 @jax.custom_vjp
 def _made_digest(state: ScalingState) -> jax.Array:
     """Returns the digest of a float32 state, as an array whose cotangents merge by maximum."""
-    return to_digest(*digest_of(state, -1))
+    return to_digest(*digest_of(state))
 
 
 def _made_digest_bwd(state: ScalingState, g: jax.Array) -> tuple[ScalingState]:
@@ -234,7 +234,7 @@ def _step_scales_bwd(configs: Configs, scales: dict[str, jax.Array], amaxes: dic
 _step_scales.defvjp(_step_scales_fwd, _step_scales_bwd)
 
 
-def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array, axis: int = -1) -> ScalingState:
+def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
     """Returns the state after a step: the scale of the step, and the history with its amax.
 
     Args:
@@ -243,19 +243,17 @@ def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array, axis: int =
             gradient arrived: the old state is kept.
         amax: the amax of the step, of the same shape. If it is not finite, the data held a NaN or an Inf,
             or were empty: the old history is kept.
-        axis: the axis of the history that holds the past amaxes.
     """
-    moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
-    return kept_state(old, ScalingState(scale, jnp.moveaxis(moved, -1, axis)), amax)
+    return kept_state(old, ScalingState(scale, push_amax(amax[..., 0], old.amax_history)))
 
 
-def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> ScalingState:
+def kept_state(old: ScalingState, new: ScalingState) -> ScalingState:
     """Returns ``new`` where it is valid, and ``old`` elsewhere; see ``next_state``.
 
-    ``newest`` is the amax of the step, of the shape of the scales. Each of several stacked tensors is
-    checked by itself.
+    Each of several stacked tensors is checked by itself.
     """
     has_gradient = lax.is_finite(new.scale) & (new.scale > 0)
+    newest = new.amax_history[..., :1]
     enters = has_gradient & lax.is_finite(newest) & (newest >= 0)
     return ScalingState(
         jnp.where(has_gradient, new.scale, old.scale),
@@ -264,7 +262,7 @@ def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> Scali
 
 
 def calibrated_state(
-    config: DelayedConfig, axis: int, old: ScalingState, amax: Float32[jax.Array, "*scale"]
+    config: DelayedConfig, old: ScalingState, amax: Float32[jax.Array, "*scale"]
 ) -> ScalingState:
     """Returns the state after calibration, with the scale that the next training step uses.
 
@@ -272,14 +270,12 @@ def calibrated_state(
 
     Args:
         config: the options of the cast.
-        axis: the axis of the history that holds the past amaxes.
         old: the state before the calibration, float32.
         amax: the amax of all data, of the shape of the scale; -inf for a tensor without data, whose state
             is kept.
     """
-    history = next_state(old, jnp.ones_like(old.scale), amax, axis).amax_history
-    moved = ScalingState(jnp.moveaxis(old.scale, axis, -1), jnp.moveaxis(history, axis, -1))
-    scale = scale_of(config, moved).reshape(old.scale.shape)
+    history = next_state(old, jnp.ones_like(old.scale), amax).amax_history
+    scale = scale_of(config, ScalingState(old.scale, history))[..., None]
     return ScalingState(jnp.where(amax > -jnp.inf, scale, old.scale), history)
 
 

@@ -150,8 +150,17 @@ class Places(NamedTuple):
         return cls(tuple(pairs), tuple(pairs.values()), tuple(i for i in of_state if i not in paired))
 
     def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
-        """Returns the scale and the history at the positions of each pair."""
-        return [ScalingState(leaves[i], leaves[j]) for i, j in self.pairs]
+        """Returns the scale and the history of each pair, with the past amaxes on the last axis."""
+        return [
+            ScalingState(*(jnp.moveaxis(leaves[i], axis, -1) for i in pair))
+            for pair, axis in zip(self.pairs, self.axes)
+        ]
+
+    def put(self, leaves: list[Any], states: Sequence[ScalingState]) -> None:
+        """Writes states to the positions of the pairs, the reverse of ``states``."""
+        for pair, axis, state in zip(self.pairs, self.axes, states):
+            for i, x in zip(pair, state):
+                leaves[i] = jnp.moveaxis(x, -1, axis)
 
 
 def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
@@ -176,16 +185,16 @@ def enter(tree: Any) -> Any:
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
     # A digest is of a max dtype, too: such a state has entered before.
-    new = {
-        pair: axis
-        for pair, axis in zip(places.pairs, places.axes)
-        if not any(is_max_dtype(leaves[i]) for i in pair)
-    }
-    states = [ScalingState(*(lax.stop_gradient(leaves[i]) for i in pair)) for pair in new]
-    for (i, j), before, digest in zip(new, states, each_alike(digest_of, list(new.values()), states)):
-        # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an
-        # array of all digests.
-        leaves[i], leaves[j] = to_digest(*digest), before.amax_history
+    entered = [any(is_max_dtype(leaves[i]) for i in pair) for pair in places.pairs]
+    new = places._replace(
+        pairs=tuple(pair for pair, is_in in zip(places.pairs, entered) if not is_in),
+        axes=tuple(axis for axis, is_in in zip(places.axes, entered) if not is_in),
+    )
+    states = lax.stop_gradient(new.states(leaves))
+    digests = each_alike(digest_of, states)
+    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
+    # all digests.
+    new.put(leaves, [s._replace(scale=to_digest(*digest)) for s, digest in zip(states, digests)])
     for i in places.others:
         leaves[i] = to_max_dtype(leaves[i])
     return treedef.unflatten(leaves)
@@ -213,19 +222,15 @@ def leave(tree: Any, cotangents: Any) -> Any:
     """
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    numbers = [digested(grads[i], 2) for i, _ in places.pairs]  # the scale and the amax of the step
-    after = each_alike(_left, places.axes, places.states(leaves), numbers, in_parts=True)
-    for (i, j), new in zip(places.pairs, after):
-        grads[i], grads[j] = new
+    # The scales and the amaxes of the step.
+    numbers = [
+        [jnp.moveaxis(x, axis, -1) for x in digested(grads[i], 2)]
+        for (i, _), axis in zip(places.pairs, places.axes)
+    ]
+    places.put(grads, each_alike(next_state, places.states(leaves), *zip(*numbers), in_parts=True))
     for i in places.others:
         grads[i] = _kept_other(leaves[i], from_max_dtype(grads[i]))
     return treedef.unflatten(grads)
-
-
-def _left(old: ScalingState, numbers: Sequence[jax.Array], axis: int) -> ScalingState:
-    """Returns the next state of one tensor, whose history runs along ``axis``."""
-    scale, amax = numbers
-    return next_state(old, scale, amax, axis)
 
 
 def merge_by_max(tree: Any) -> Any:
@@ -294,8 +299,7 @@ def kept_tree(old: Any, new: Any) -> Any:
     leaves = new_leaves(old, new)
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
-    for (i, j), kept in zip(places.pairs, each_alike(kept_along, places.axes, olds, news, in_parts=True)):
-        leaves[i], leaves[j] = kept
+    places.put(leaves, each_alike(kept_state, olds, news, in_parts=True))
     for i in places.others:
         leaves[i] = _kept_other(old_leaves[i], leaves[i])
     return treedef.unflatten(leaves)
@@ -307,11 +311,6 @@ def _kept_other(old: jax.Array, new: jax.Array) -> jax.Array:
     The old value is kept where the new value is not finite.
     """
     return jnp.where(lax.is_finite(new), new, old)
-
-
-def kept_along(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
-    """Returns ``kept_state`` of one tensor, whose history runs along ``axis``."""
-    return kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
 
 
 def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
