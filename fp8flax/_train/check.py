@@ -72,9 +72,7 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
 
 def _is_false(x: jax.Array) -> bool:
     """Returns whether some element is False; False if this process does not know the values."""
-    if isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated):
-        return False
-    return not np.all(np.asarray(x))
+    return not _is_unknown(x) and not np.all(np.asarray(x))
 
 
 def _compared(old: ScalingState, new: ScalingState) -> tuple[ScalingState, jax.Array]:
@@ -222,6 +220,25 @@ def check_state(variables: Any, before: Any = None) -> None:
             "Its layers took no part in the step, or their output gradients are zero.",
             stacklevel=2,
         )
+
+
+def damaged_states(variables: Any) -> list[str]:
+    """Returns the paths of the state that no training leaves, see ``check_state``.
+
+    Without the state of the step before, only part of the damage is visible. State that is not known, such
+    as that of ``jax.eval_shape``, does not count.
+    """
+    leaves = jax.tree.leaves(variables)
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(map(_is_unknown, leaves)):
+        return []
+    return [path for path, state in _states(variables).items() if np.any(_inspect(state, None)[0])]
+
+
+def _is_unknown(x: Any) -> bool:
+    """Returns whether this process does not know the value of an array."""
+    if isinstance(x, np.ndarray):
+        return False
+    return isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def _states(variables: Any) -> dict[str, ScalingState]:
