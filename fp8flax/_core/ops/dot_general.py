@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import cached_property, partial
 from typing import Any
 
@@ -109,8 +108,7 @@ class DotContraction(Contraction):
         """The canonical form of the contraction."""
         quantizers = [q for q in self.recipe.quantizers if q is not None]
         blocks = {n for q in quantizers if isinstance(q, BlockQuantizer) for n in q.block}
-        shapes, num_parts = (self.lhs.shape, self.rhs.shape), _num_parts(self.lhs.sharding)
-        return canonical(*shapes, self.dimension_numbers, sorted(blocks), num_parts)
+        return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
 
     @property
     def is_automatic(self) -> bool:
@@ -161,13 +159,6 @@ class DotContraction(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)
-
-
-def _num_parts(sharding: Any) -> int:
-    """Returns into how many parts the first dimension of an array is split on explicit mesh axes."""
-    names = sharding.spec[0] if sharding is not None and sharding.spec else None
-    names = (names,) if isinstance(names, str) else names or ()
-    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
