@@ -13,8 +13,8 @@ training step of two of a Llama's layers (benchmarks/llama.py). Data are Gaussia
 
 seconds = of one of 20 calls that are started one after the other, median of 6 rounds; in each round every
 program of the entry runs, in rotated order. times bf16 = the median over rounds of the seconds of bf16
-over those of the program. predicted = fp8.audit(...).predicted_seconds["total"] of the program, for the
-same kind of GPU.
+over those of the program. predicted = fp8.audit(...).predicted_seconds["total"] for this kind of GPU.
+Backends and GEMMs are those of the program as it was tuned here.
 
 The autotuned kernels are those of this run; the GPU's clocks are as it keeps them.
 """
@@ -190,12 +190,14 @@ def table(is_small: bool) -> Iterator[Entry]:
 
 
 def predicted(program: Program) -> Row:
-    """Returns what the audit reads from a program: its time on a GPU of this kind, GEMMs and launches."""
+    """Returns what the audit reads from a program as tuned here, and its predicted time without the GPU."""
     name = jax.devices()[0].device_kind
     target = next((target for part, target in TARGETS.items() if part in name), "local")
-    report = fp8.audit(program.function, jax.eval_shape(program.carry), target=target)
+    audit = partial(fp8.audit, program.function, jax.eval_shape(program.carry))
+    report = audit(target="local")
     return {
-        "predicted_seconds": report.predicted_seconds.get("total"),
+        "predicted_seconds": audit(target=target).predicted_seconds.get("total"),
+        "backends": sorted({f"{gemm.backend}, {gemm.accumulation}" for gemm in report.gemms}),
         "fp8_gemms": report.num_fp8_gemms,
         "gemms": report.num_gemms,
         "launches": report.num_launches,
@@ -283,9 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     here = common.machine(PACKAGES)
     if not (args.small or here["gpu"]):
         raise SystemExit("JAX sees no GPU here. --small runs the benchmark in small on any device.")
-    path = args.json or (
-        Path(tempfile.gettempdir(), "fp8flax-gpu.json") if args.small else common.RESULTS / "gpu.json"
-    )
+    path = args.json or Path(tempfile.gettempdir() if args.small else common.RESULTS, "gpu.json")
     report = common.begin(QUESTION, METHOD, here, entries={})
     if path.exists():
         old = json.loads(path.read_text())
