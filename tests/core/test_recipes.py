@@ -1,5 +1,4 @@
 import dataclasses
-import re
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -7,9 +6,6 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests import ROOT
-
-PAGE = (ROOT / "docs" / "recipes_details.md").read_text()
 
 
 def test_defaults_are_those_of_transformer_engine():
@@ -203,26 +199,3 @@ def test_other_classes_are_not_recipes(recipe):
 def test_other_classes_are_not_quantizers():
     with pytest.raises(TypeError, match="lhs must be a DelayedQuantizer"):
         fp8.GemmRecipe(lhs=DerivedQuantizer(dtype=E4M3))
-
-
-# The fields of transformer_engine.common.recipe that a recipe here could have.
-TRANSFORMER_ENGINE = {
-    "DelayedScaling": {
-        *("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
-        *("reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),
-    },
-    "Float8CurrentScaling": {"use_power_2_scales", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override"},
-    "MXFP8BlockScaling": {"margin", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override"},
-    "Float8BlockScaling": {"use_f32_scales", "fp8_format", "x_block_scaling_dim", "w_block_scaling_dim"},
-    "CustomRecipe": {"qfactory"},
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_the_page_says_which_fields_are_transformer_engines(recipe):
-    name = type(recipe).__name__
-    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
-    theirs, ours = (set(re.findall(r"`(\w+)`", cell)) for cell in row.split("|")[2:4])
-    fields = {field.name for field in dataclasses.fields(recipe)}
-    assert theirs == fields & TRANSFORMER_ENGINE[name]
-    assert ours == fields - TRANSFORMER_ENGINE[name]
