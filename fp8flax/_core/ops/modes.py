@@ -175,8 +175,6 @@ class _Fixed(NamedTuple):
 def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
-    The scales are those of the kernel in canonical form.
-
     Args:
         plan: the plan of the op; its recipe must quantize the kernel in the forward product.
         kernel: the kernel, a wide float.
@@ -185,8 +183,8 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     quantizer, _ = plan.recipe.of_role("kernel")
 
     def pack(kernel: jax.Array) -> QTensor:
-        made = quantized(quantizer, plan.canonical("kernel", kernel, ()), plan.dims["kernel"][0], scale)
-        return QTensor(plan.original("kernel", made.codes), made.scale, quantizer)
+        x = plan.canonical("kernel", kernel, ())
+        return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
 
     sharding = explicit_sharding(kernel)
     if sharding is None:
@@ -197,15 +195,6 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel)
 
 
-def _unpacked(plan: Contraction, stored: QTensor) -> QTensor:
-    """Returns a stored kernel in canonical form."""
-    quantizer, (dims, _) = stored.quantizer, plan.dims["kernel"]
-    block = quantizer.block_of(dims) if quantizer.scales_along_contraction else ()
-    # Codes in another dtype would give the same values, and run wide.
-    assert stored.codes.dtype == quantizer.dtype
-    return QTensor(plan.canonical("kernel", stored.codes, ()), stored.scale, quantizer, block)
-
-
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -214,7 +203,7 @@ def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fix
     """Returns the forward product of quantized operands; states do not change."""
 
     def product(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
-        stored = None if fixed.kernel is None else _unpacked(plan, fixed.kernel)
+        stored = None if fixed.kernel is None else plan.restored(fixed.kernel)
         return quantized_product(plan, lhs, rhs, extra, fixed.scales, stored)
 
     return on_automatic_axes(plan, product, plan.out_sharding)(lhs, rhs, extra, fixed)
@@ -223,7 +212,7 @@ def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fix
 def _values(plan: Contraction, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the values of a quantized operand, wide and in its own shape."""
     if role == "kernel" and fixed.kernel is not None:
-        return plan.original(role, _unpacked(plan, fixed.kernel).dequantize(plan.rhs.dtype))
+        return plan.original(role, plan.restored(fixed.kernel).dequantize(plan.rhs.dtype))
     (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
     x = plan.canonical(role, x, extra)
     return plan.original(role, quantized_and_back(quantizer, x, dims, fixed.scales.get(role)))
