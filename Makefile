@@ -10,7 +10,7 @@ PYTHON312 ?= $(shell .ci/python312)
 CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help environments demo audit test test-long test-all test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs dist clean
+.PHONY: help environments demo audit test test-long test-all test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-collectives bench-recipes bench-gpu what-works notebooks docs dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -25,11 +25,9 @@ help:
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, GPU kernels and bytes on an H200, which need not be there"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
 	@echo "make bench-fidelity  the loss of FP8 training, compared with bf16 and with chance; hours on 2 cores, resumable"
-	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
-	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
 	@echo "make bench-collectives  the bytes that GPUs send to each other for one layer, by recipe and layout; no GPU needed"
-	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
-	@echo "make bench-gpu     measurements on a GPU, in parts of nine minutes; the JAX of PYTHON= must see the GPU"
+	@echo "make bench-recipes the predicted time of a training step on an H200 and a B200, by recipe and width; no GPU needed"
+	@echo "make bench-gpu     measurements on a GPU, resumable; the JAX of PYTHON= must see the GPU"
 	@echo "make what-works    test every recipe with every transformation and sharding, and write docs/what_works.md"
 	@echo "make notebooks     execute the notebooks, and save their outputs"
 	@echo "make docs          build the documentation as a site, in build/site"
@@ -59,12 +57,6 @@ help:
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(CONSTRAINTS) --constraint $(CONSTRAINTS_DOCS) --editable '.[docs]'
-	touch $@
-
-.venv/installed-models: pyproject.toml
-	@echo "adding transformers and flaxmodels to .venv, once"
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[models]'
 	touch $@
 
 demo: .venv/installed
@@ -119,17 +111,11 @@ bench-accuracy: .venv/installed
 bench-fidelity: .venv/installed
 	.venv/bin/python -m benchmarks.fidelity $(ARGS)
 
-bench-flax-scales: .venv/installed
-	.venv/bin/python -m benchmarks.flax_scales $(ARGS)
-
-bench-trace: .venv/installed
-	.venv/bin/python -m benchmarks.trace_time $(ARGS)
-
 bench-collectives: .venv/installed
 	.venv/bin/python -m benchmarks.collectives $(ARGS)
 
-bench-models: .venv/installed-models
-	.venv/bin/python -m benchmarks.models $(ARGS)
+bench-recipes: .venv/installed
+	.venv/bin/python -m benchmarks.recipes $(ARGS)
 
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:

@@ -1,6 +1,6 @@
 """How much error does each recipe add to the forward GEMM, dgrad and wgrad of one nn.Dense, on which data?
 
-Run ``make bench-accuracy``; ``ARGS=--help`` for the options.
+Run ``make bench-accuracy``.
 
 SQNR in dB = 10 log10(sum(exact^2) / sum((measured - exact)^2)), the signal-to-quantization-noise ratio;
 both sums over all elements and all seeds; more is better, 6.02 dB are one bit. exact = the float64
@@ -79,6 +79,11 @@ def _log_normal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     return 1e-4 * rng.choice((-1.0, 1.0), shape) * np.exp(2 * rng.standard_normal(shape))
 
 
+def three_gemms(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
+    """Returns the products of a Dense layer, by ``GEMMS``."""
+    return x @ w, g @ w.T, x.T @ g
+
+
 KINDS: dict[str, Callable[[np.random.Generator, Shape], np.ndarray]] = {
     "Gaussian": _gaussian,
     "outliers": _outliers,
@@ -94,7 +99,7 @@ def data(kind: str, sizes: Shape, seed: int) -> tuple[Arrays, Arrays]:
     w = _gaussian(rng, (K, N)) / math.sqrt(K)  # first, so that it is the same for all kinds
     x, g = KINDS[kind](rng, (M, K)), KINDS[kind](rng, (M, N))
     narrow = tuple(array.astype(np.float32) for array in (x, w, g))
-    return narrow, common.three_gemms(*(array.astype(np.float64) for array in narrow))
+    return narrow, three_gemms(*(array.astype(np.float64) for array in narrow))
 
 
 def make_layer(name: str, features: int) -> nn.Dense:
@@ -155,13 +160,17 @@ def measure_all(shape: Shape, seeds: int) -> Row:
 
 
 def table(report: Row) -> str:
-    """Returns rows of each kind of data beside each other."""
-    lines: dict[str, Row] = {}
-    for row in report["rows"]:
-        line = lines.setdefault(row["recipe"], {"recipe": row["recipe"]})
-        line.update({f"{row['kind']} {gemm}": f"{row[gemm]:.2f}" for gemm in GEMMS})
-    columns = {column: common.word(column) for column in lines[report["rows"][0]["recipe"]]}
-    return "SQNR, dB\n" + common.text_table(columns, lines.values(), 1)
+    """Returns the table of docs/accuracy.md: forward, dgrad and wgrad for each kind of data."""
+    found = {(row["recipe"], row["kind"]): row for row in report["rows"]}
+
+    def cell(kind: str, row: Row) -> str:
+        return " / ".join(f"{found[row['recipe'], kind][gemm]:.1f}" for gemm in GEMMS)
+
+    columns: common.Columns = {
+        "recipe": lambda row: f"`{row['recipe']}`",
+        **{kind: partial(cell, kind) for kind in KINDS},
+    }
+    return common.markdown(columns, [{"recipe": name} for name in RECIPES])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -169,4 +178,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    main()

@@ -146,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main, JAX_PLATFORMS="cpu")
+    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import importlib.metadata
 import json
 import math
 import os
@@ -15,6 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 GEMMS = ("forward", "dgrad", "wgrad")
-WARM_UP = 2
-"""Rounds before those that are timed."""
 
 Row = dict[str, Any]
 Shape = tuple[int, ...]
@@ -36,27 +33,14 @@ Columns = Mapping[str, Callable[[Row], str]]
 """The columns of a table: by its header, what a row shows."""
 
 
-class NotMeasuredError(Exception):
-    """Why a row has no figures."""
-
-
 def reason_of(error: Exception) -> str:
     """Returns the first line of an error, without folders."""
-    if isinstance(error, NotMeasuredError):
-        return str(error)
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] if isinstance(error, ImportError) else f"{type(error).__name__}: {lines[0]}"
     return re.sub(r"(?<![\w:])/\S*/", "", text)[:300]
 
 
 # A script, and its report.
-
-
-def run(main: Callable[[], object], **environment: str) -> None:
-    """Runs a script, with variables that JAX reads when it starts."""
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
-    main()
 
 
 def question_and_method(doc: str | None) -> tuple[str, list[str]]:
@@ -77,49 +61,31 @@ def command(
     *,
     options: Mapping[str, Any] | None = None,
     method: Sequence[str] = (),
-    here: Callable[[], Row] | None = None,
+    packages: Sequence[str] = PACKAGES,
 ) -> None:
     """Runs a benchmark: prints its question and method, measures, prints a table and writes the report.
 
     Args:
         doc: the docstring of the script; it states the question and the method.
-        result: the name of the file in ``benchmarks/results``; it may name options in braces.
+        result: the name of the file in ``benchmarks/results``.
         measure: takes the options; returns what is added to the report.
         table: returns the report as text.
-        argv: the arguments of the command line.
-        options: the default values of the options: numbers, words, a shape as a tuple, or several shapes.
+        argv: the arguments of the command line: only ``--json PATH``.
+        options: arguments of ``measure``, such as shapes; the report contains them.
         method: further lines of the method.
-        here: returns the machine and versions; ``machine`` by default.
+        packages: whose versions the report names.
     """
     question, said = question_and_method(doc)
     parser = argparse.ArgumentParser(description=question)
-    for name, default in (options or {}).items():
-        several = isinstance(default, tuple) and isinstance(default[0], tuple)
-        example = default[0] if several else default
-        kind: Any = parse_shape(len(example)) if isinstance(example, tuple) else type(example)
-        text = " ".join(map(str, default)) if several else str(default)
-        parser.add_argument(
-            f"--{name}",
-            type=_positive if kind is int else kind,
-            nargs="+" if several else None,
-            default=default,
-            help=f"({text})",
-        )
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"(benchmarks/results/{result}.json)")
-    arguments = vars(parser.parse_args(argv))
-    path = arguments.pop("json") or RESULTS / f"{result.format(**arguments)}.json"
-    more = {"arguments": json.loads(json.dumps(arguments))} if arguments else {}
-    report = begin(question, [*said, *method], (here or machine)(), **more)
+    default = RESULTS / f"{result}.json"
+    parser.add_argument("--json", type=Path, default=default, metavar="PATH", help="(%(default)s)")
+    path = parser.parse_args(argv).json
+    more = {"arguments": options} if options else {}
+    report = begin(question, [*said, *method], machine(packages), **more)
     with quiet():
-        report |= measure(**arguments)
+        report |= measure(**(options or {}))
     print("\n" + table(report), flush=True)
     write(report, path)
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return int(text)
 
 
 @contextlib.contextmanager
@@ -132,40 +98,29 @@ def quiet() -> Iterator[None]:
 
 
 def version_of(package: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
-def machine(packages: Sequence[str] = PACKAGES, also: Sequence[str] = ("gpu",)) -> Row:
-    """Returns the CPU, versions, and what else is asked for: ``gpu``, ``cores``, ``load_average``."""
+def machine(packages: Sequence[str] = PACKAGES) -> Row:
+    """Returns the processor, the GPU or None, and versions."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         cpu = models[0].partition(":")[2].strip() if models else cpu
-    figures: dict[str, Callable[[], Any]] = {"cores": _cores, "load_average": _load, "gpu": _gpu}
+    device = jax.devices()[0]
     return {
         "cpu": cpu,
-        **{name: figure() for name, figure in figures.items() if name in also},
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": device.device_kind if device.platform == "gpu" else None,
         "python": platform.python_version(),
         **{package: version_of(package) for package in packages},
         "fp8flax": fp8.__version__,
     }
-
-
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _load() -> float | None:
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def _gpu() -> str | None:
-    device = jax.devices()[0]
-    return device.device_kind if device.platform == "gpu" else None
 
 
 def begin(question: str, method: Sequence[str], machine: Row, **more: Any) -> Row:
@@ -177,8 +132,11 @@ def begin(question: str, method: Sequence[str], machine: Row, **more: Any) -> Ro
 
 
 def write(report: Row, path: Path) -> None:
+    """Writes a report; a file that was there is replaced as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(report, indent=2) + "\n")
+    os.replace(temporary, path)
     print(f"\nWritten: {path}")
 
 
@@ -200,21 +158,11 @@ def make_step(apply: Callable[..., jax.Array]) -> Callable[..., tuple[Any, ...]]
     return step
 
 
-def with_next_state(variables: Any, gradients: Any) -> Any:
-    """Returns the variables with the next scaling state, which is the gradient of the present one."""
-    return {**variables, OWG: gradients[OWG]} if OWG in variables else variables
-
-
 def second_step(step: Callable[..., Any], variables: Any, *tensors: jax.Array) -> tuple[Any, ...]:
     """Returns what a step returns when its scaling state has seen the same tensors one step before."""
     if OWG in variables:
-        variables = with_next_state(variables, step(variables, *tensors)[1])
+        variables = {**variables, OWG: step(variables, *tensors)[1][OWG]}
     return step(variables, *tensors)
-
-
-def three_gemms(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
-    """Returns the products of a Dense layer: forward, dgrad and wgrad."""
-    return x @ w, g @ w.T, x.T @ g
 
 
 # Statistics.
@@ -238,21 +186,15 @@ def sqnr(pairs: Iterable[tuple[Any, Any]]) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def relative_error(got: Any, wanted: Any) -> float:
-    """Returns the Frobenius norm of the difference over that of ``wanted``."""
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-
-
 # Timing.
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = WARM_UP
+    runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
     """Returns the seconds of each run in each round, after rounds of warm-up; in rotated order."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
     for i in range(warm_up + rounds):
         # Rotated, so that none always runs after the same one.
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -268,29 +210,6 @@ def interleaved(
 
 def text_of(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
-
-
-def parse_shape(length: int) -> Callable[[str], Shape]:
-    """Returns what reads a shape of so many sizes, written as 8192x4096x4096."""
-
-    def parse(text: str) -> Shape:
-        sizes = re.split("[x×]", text)
-        if len(sizes) != length or not all(size.isdecimal() and int(size) for size in sizes):
-            raise argparse.ArgumentTypeError(f"a shape is {length} sizes, such as 8x16x8; got {text!r}")
-        return tuple(map(int, sizes))
-
-    return parse
-
-
-def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Returns lines of cells in columns: ``left`` columns of words, then numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(
-            [*map(str.ljust, line[:left], widths[:left]), *map(str.rjust, line[left:], widths[left:])]
-        ).rstrip()
-        for line in lines
-    )
 
 
 def word(key: str) -> Callable[[Row], str]:
@@ -309,13 +228,24 @@ def figure(key: str, format: str, scale: float = 1.0) -> Callable[[Row], str]:
     return cell
 
 
+def cells(columns: Columns, rows: Iterable[Row]) -> list[list[str]]:
+    """Returns the header and the rows of a table, as text."""
+    return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+
+
 def text_table(columns: Columns, rows: Iterable[Row], left: int) -> str:
     """Returns a line of text for each row: ``left`` columns of words, then numbers."""
-    return aligned([list(columns), *([cell(row) for cell in columns.values()] for row in rows)], left)
+    lines = cells(columns, rows)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            [*map(str.ljust, line[:left], widths[:left]), *map(str.rjust, line[left:], widths[left:])]
+        ).rstrip()
+        for line in lines
+    )
 
 
 def markdown(columns: Columns, rows: Iterable[Row]) -> str:
     """Returns a table for a page of the documentation."""
-    lines = [list(columns), ["---"] * len(columns)]
-    lines += [[cell(row) for cell in columns.values()] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    header, *lines = cells(columns, rows)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines))

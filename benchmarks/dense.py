@@ -1,6 +1,6 @@
 """What does XLA make of one nn.Dense, forward and backward, in FP8: GEMMs, kernels and bytes?
 
-Run ``make bench-dense``; ``ARGS=--help`` for the options. ``benchmarks/gpu.py`` times the same layers.
+Run ``make bench-dense``. ``benchmarks/gpu.py`` times the same layers.
 
 The step: y, vjp = jax.vjp(layer.apply, variables, x); (dvariables, dx) = vjp(g); y, dvariables and dx are
 returned. The layer: nn.Dense(N, use_bias=False); kernel, input x (M, K) and gradient g (M, N) in
@@ -16,10 +16,9 @@ FP8 operands in Triton kernels, whose tile decides whether the FP8 units multipl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -44,8 +43,7 @@ OPTIONS: dict[str, Any] = {
 PACKAGES = ("jax", "jaxlib", "flax", "qwix", "jax-cuda13-plugin", "numpy", "ml_dtypes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contender:
+class Contender(NamedTuple):
     """A way to make the layer."""
 
     what: str
@@ -60,11 +58,10 @@ def _dense(features: int, dot_general_cls: Any = None) -> nn.Module:
     return nn.Dense(features, use_bias=False, dot_general_cls=dot_general_cls, **dtypes)
 
 
-def _qwix_dense(features: int, *, tensorwise: bool) -> nn.Module:
-    try:
-        import qwix
-    except ImportError:
-        raise common.NotMeasuredError("qwix is not installed") from None
+def with_qwix(model: nn.Module, *, tensorwise: bool) -> nn.Module:
+    """Returns a model whose matmuls Qwix quantizes: e4m3, and e5m2 for gradients."""
+    import qwix
+
     rule = qwix.QtRule(
         module_path=".*",
         weight_qtype=jnp.float8_e4m3fn,
@@ -72,7 +69,7 @@ def _qwix_dense(features: int, *, tensorwise: bool) -> nn.Module:
         bwd_qtype=jnp.float8_e5m2,
         disable_channelwise_axes=tensorwise,
     )
-    return qwix.quantize_model(_dense(features), qwix.QtProvider([rule]))
+    return qwix.quantize_model(model, qwix.QtProvider([rule]))
 
 
 def _with_op(what: str, op: Any, **options: Any) -> Contender:
@@ -81,7 +78,7 @@ def _with_op(what: str, op: Any, **options: Any) -> Contender:
 
 
 def _with_qwix(what: str, *, tensorwise: bool) -> Contender:
-    return Contender(what=what, make_layer=partial(_qwix_dense, tensorwise=tensorwise), leading=(1,))
+    return Contender(what, lambda features: with_qwix(_dense(features), tensorwise=tensorwise), (1,))
 
 
 def _with_recipe(recipe: fp8.Recipe) -> Contender:
@@ -192,11 +189,10 @@ METHOD = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    here = partial(common.machine, PACKAGES, ("cores", "gpu"))
     common.command(
-        __doc__, "dense_{target}", measure, table, argv, options=OPTIONS, method=[METHOD], here=here
+        __doc__, "dense_h200", measure, table, argv, options=OPTIONS, method=[METHOD], packages=PACKAGES
     )
 
 
 if __name__ == "__main__":
-    common.run(main)
+    main()

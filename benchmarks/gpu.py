@@ -1,28 +1,22 @@
-"""What does an NVIDIA GPU make of FP8: the values, the backends, the times, the memory, beside bf16?
+"""How fast is FP8 on this GPU beside bf16, and are its values those of the CPU?
 
-Run ``make bench-gpu``, or ``python -m benchmarks.gpu`` with a Python whose JAX sees the GPU; ``--help``
-for the options. A run takes up to nine minutes and writes each entry as soon as it is there. Started
-again, it goes on with what is missing, without a program at which it ended twice. On a CPU
-``--small`` runs all of it on tiny sizes, to see that it runs. ``--ahead`` compiles every program for an
-H200 without one.
+Run ``make bench-gpu PYTHON=…`` with a Python whose JAX sees the GPU; ``ARGS=--help`` for the options. Each
+entry is written to the results as it ends. Started again, it goes on with what is missing. On a CPU
+``--small`` runs all of it on tiny sizes, to see that it runs.
 
-values: one float32 layer, forward and backward, beside the same on the CPU, where FP8 is emulated; the
-tests compare the emulation with NumPy. relative error = |device - CPU| / |CPU| (Frobenius). Scaling
-states are compared in bits.
+values: one float32 nn.Dense, forward and backward, beside the same on the CPU, where FP8 is emulated; the
+tests compare the emulation with NumPy. relative error = |device - CPU| / |CPU| (Frobenius norm). Scaling
+states are compared in bits. Delayed scaling is compared in its second step on the same tensors.
 
-dense: one nn.Dense, forward and backward; gemm: one GEMM; model: a training step of a Transformer on
-bytes. TFLOP/s = 6MKN / seconds for a Dense layer, 2MKN for a GEMM, 6 x tokens x weights of matmuls for a
-training step; GB/s = the least that must be moved / seconds. times base = seconds of the bf16 program in
-the same round over those of this one.
+gemm: one GEMM of bf16 or FP8 operands. dense: one nn.Dense in bfloat16, forward and backward. llama: the
+training step of two of a Llama's layers (benchmarks/llama.py). Data are Gaussian.
 
-Each program repeats its step inside; its seconds are those of a call over the steps, which hides the
-host. gemms = of the program as optimized: backend and accumulation. program_bytes = arguments, results
-and temporaries as compiled.
+seconds = of one of 20 calls that are started one after the other, median of 6 rounds; in each round every
+program of the entry runs, in rotated order. times bf16 = the median over rounds of the seconds of bf16
+over those of the program. predicted = fp8.audit(...).predicted_seconds["total"] for this kind of GPU.
+Backends and GEMMs are those of the program as it was tuned here.
 
-predicted = for each kernel the longer of its operations (1400 TFLOP/s in FP8, 720 in bf16) and its bytes
-(3.4 TB/s), and 3 microseconds for each.
-
-The autotuned kernels are those of this run; the GPU's clocks are as it keeps them; data are Gaussian.
+The autotuned kernels are those of this run; the GPU's clocks are as it keeps them.
 """
 
 from __future__ import annotations
@@ -30,250 +24,283 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import sys
 import tempfile
-import time
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from benchmarks import common, gpu_programs
-from benchmarks.common import NotMeasuredError, Row, reason_of
-from benchmarks.gpu_entries import Entry, entries
-from fp8flax._audit.compiling import find_target
+import fp8flax as fp8
+from benchmarks import accuracy, common, dense, llama
+from benchmarks.common import Row, Shape
 
-ROOT = common.RESULTS.parents[1]
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "qwix")
-VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "fp8flax", "numpy")
 QUESTION, METHOD = common.question_and_method(__doc__)
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
+TARGETS = {"H100": "h100", "H200": "h200", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090"}
+"""Targets of the audit, by a part of the device's name."""
+CALLS, ROUNDS = 20, 6
+BASE = "bf16"
 
 
-class Store:
-    """The file of results: runs by machine and versions, entries by name; it is replaced as a whole."""
+class Program(NamedTuple):
+    """A jitted function from a carry to the next, and the function that makes the first carry."""
 
-    def __init__(self, path: Path, machine: Mapping[str, Any], device: str) -> None:
-        self.path, self._machine = path, dict(machine)
-        versions = [f"{name} {machine[name]}" for name in VERSIONS if machine[name]]
-        self.key = ", ".join([device, *versions])
-        """The device and the versions that decide over a figure: entries with one key may be compared."""
-
-    def read(self) -> dict[str, Any]:
-        """Returns the whole file, with this run in it.
-
-        Raises:
-            SystemExit: the file is not one of ours.
-        """
-        runs: Any = {}
-        if self.path.exists():
-            try:
-                runs = json.loads(self.path.read_text())["runs"]
-                assert all(isinstance(run["entries"], dict) for run in runs.values())
-            except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-                raise SystemExit(
-                    f"{self.path} holds no results of this benchmark; expected a JSON object with 'runs'. "
-                    "Move it away, or name another file by --json."
-                ) from None
-        runs.setdefault(self.key, {"machine": self._machine, "entries": {}})
-        return {"question": QUESTION, "method": METHOD, "runs": runs}
-
-    @property
-    def entries(self) -> dict[str, Row]:
-        """Returns the entries of this run, by name."""
-        return self.read()["runs"][self.key]["entries"]
-
-    def put(self, name: str, entry: Row | None) -> None:
-        """Writes one entry of this run; None removes it."""
-        report = self.read()
-        run = report["runs"][self.key]
-        run["machine"] = self._machine
-        run["entries"].pop(name, None)
-        if entry is not None:
-            run["entries"][name] = entry
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}")
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(temporary, self.path)
+    function: Any
+    carry: Callable[[], Any]
 
 
-def measure(entry: Entry, store: Store) -> Row:
-    """Measures one entry and writes it; what goes wrong is written in its place.
-
-    Before each program its name is written. A program at which two processes ended is left out.
-    """
-    before = store.entries.get(entry.name, {})
-    ended = dict(before.get("ended", {}))
-    if before.get("status") == "running" and "at" in before:
-        ended[before["at"]] = ended.get(before["at"], 0) + 1
-    running = {"status": "running", **({"ended": ended} if ended else {})}
-
-    def at(program: str) -> None:
-        if ended.get(program, 0) > 1:
-            raise NotMeasuredError("the process that measured it ended twice")
-        store.put(entry.name, {**running, "at": program})
-
-    store.put(entry.name, running)
-    began = time.monotonic()
-    done: Row
-    try:
-        with common.quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            done = {**running, "status": "done", "result": entry.measure(at)}
-    except Exception as error:
-        if not isinstance(error, NotMeasuredError):
-            traceback.print_exc()
-        done = {**running, "status": "failed", "error": reason_of(error)}
-    seconds = time.monotonic() - began
-    done["took_seconds"] = round(seconds, 2)
-    store.put(entry.name, done)
-    print(f"{done['status']:7} {entry.name:30} {seconds:7.1f} s", flush=True)
-    jax.clear_caches()
-    return done
+Programs = Mapping[str, Callable[[], Program]]
+"""Makes each program of an entry, by its name."""
 
 
-def compile_ahead(entry: Entry, store: Store) -> None:
-    """Compiles the programs of an entry for an H200 that is not here, and writes what they would do."""
+class Entry(NamedTuple):
+    """A row of the table: programs that are timed together, or layers whose values are compared."""
+
+    name: str
+    programs: Programs
+    """Empty if ``values`` is not None."""
+    values: Callable[[], Row] | None = None
+
+
+# Values.
+
+
+def compare(layer: nn.Module, shape: Shape) -> Row:
+    """Compares a layer on the device with the same on the CPU."""
+    M, K, N = shape
+    cpu, device = jax.devices("cpu")[0], jax.devices()[0]
+    step = jax.jit(common.make_step(layer.apply))
+    with jax.default_device(cpu):
+        x, g = normal(0, M, K, dtype=jnp.float32), normal(1, M, N, dtype=jnp.float32)
+        arguments = layer.init(jax.random.key(2), x), x, g
+        wanted = common.second_step(step, *arguments)
+    got = common.second_step(step, *jax.device_put(arguments, device))
+    row: Row = {}
+    results = [(out, dx, variables["params"]["kernel"]) for out, variables, dx in (got, wanted)]
+    for gemm, ours, theirs in zip(common.GEMMS, *results, strict=True):
+        theirs = np.asarray(theirs, np.float64)
+        row[gemm] = float(np.linalg.norm(np.asarray(ours) - theirs) / np.linalg.norm(theirs))
+    states = [jax.tree.leaves(step[1].get(common.OWG, {})) for step in (got, wanted)]
+    row["states_that_differ"] = sum(int(np.sum(np.asarray(a) != np.asarray(b))) for a, b in zip(*states))
+    return row
+
+
+def values(shape: Shape, recipes: Sequence[str]) -> Iterator[Entry]:
+    """Yields an entry for each recipe of ``benchmarks/accuracy.py``."""
+    for name in recipes:
+        layer = accuracy.make_layer(name, shape[2])
+        yield Entry(f"values/{common.text_of(shape)}/{name}", {}, partial(compare, layer, shape))
+
+
+# Programs.
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def dense_programs(shape: Shape, contenders: Sequence[str]) -> Programs:
+    """Returns one Dense layer, as each contender of ``benchmarks/dense.py`` makes it."""
+
+    def make(name: str) -> Program:
+        layer, specs = dense.specs(dense.CONTENDERS[name], shape)
+        step = common.make_step(layer.apply)
+
+        def call(carry: Any) -> Any:
+            return *carry[:3], step(*carry[:3])
+
+        def first() -> Any:
+            x, g = (normal(i, *spec.shape) for i, spec in enumerate(specs[1:]))
+            variables = jax.jit(layer.init)(jax.random.key(2), x)
+            return variables, x, g, jax.tree.map(jnp.zeros_like, jax.eval_shape(step, variables, x, g))
+
+        return Program(jax.jit(call, donate_argnums=0), first)
+
+    return {name: partial(make, name) for name in contenders}
+
+
+def gemm_programs(shape: Shape) -> Programs:
+    """Returns one GEMM in bf16, and in FP8 with each accumulation."""
+    M, K, N = shape
+    presets = lax.DotAlgorithmPreset
+
+    def make(dtype: Any, precision: Any) -> Program:
+        def dot(a: jax.Array, b: jax.Array, precision: Any = None) -> jax.Array:
+            # The second operand is transposed, as cublasLt wants it on Hopper.
+            dims = (((1,), (1,)), ((), ()))
+            return lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.bfloat16)
+
+        def call(carry: Any) -> Any:
+            a, b, _ = carry
+            # CPUs refuse what states its accumulation.
+            return a, b, lax.platform_dependent(a, b, cuda=partial(dot, precision=precision), default=dot)
+
+        def first() -> Any:
+            a, b = normal(0, M, K).astype(dtype), normal(1, N, K).astype(dtype)
+            return a, b, jnp.zeros((M, N), jnp.bfloat16)
+
+        return Program(jax.jit(call, donate_argnums=0), first)
+
+    return {
+        BASE: partial(make, jnp.bfloat16, None),
+        "fp8-fast": partial(make, jnp.float8_e4m3fn, presets.ANY_F8_ANY_F8_F32_FAST_ACCUM),
+        "fp8-exact": partial(make, jnp.float8_e4m3fn, presets.ANY_F8_ANY_F8_F32),
+    }
+
+
+def llama_programs(width: int, rows: int) -> Programs:
+    """Returns the training step under each recipe."""
+
+    def make(how: str) -> Program:
+        step, initial, x = llama.training_step(how, width, rows)
+
+        def call(carry: Any) -> Any:
+            state, x = carry
+            return step(state, x), x
+
+        return Program(jax.jit(call, donate_argnums=0), lambda: (jax.jit(initial)(), normal(1, *x.shape)))
+
+    return {name: partial(make, name) for name in (BASE, *llama.RECIPES, "flax-direct")}
+
+
+FEW = (BASE, "flax-qdq", "flax-direct", "fp8flax", "fp8flax-current")
+OF_TRANSFORMER_ENGINE = tuple((15872, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 16384)))
+"""Transformer Engine publishes the times of these layers."""
+RECIPES = tuple(name for name in accuracy.RECIPES if name != accuracy.BF16)
+
+
+def table(is_small: bool) -> Iterator[Entry]:
+    """Yields all entries, the most telling first; small ones take seconds on a CPU."""
+    square, first = ((16,) * 3, (32,) * 3) if is_small else ((8192, 4096, 4096),) * 2
+    others = () if is_small else OF_TRANSFORMER_ENGINE
+    yield from values((32, 64, 32) if is_small else (512, 768, 384), RECIPES)
+    yield Entry(f"gemm/{common.text_of(square)}", gemm_programs(square))
+    yield Entry(f"dense/{common.text_of(first)}", dense_programs(first, tuple(dense.CONTENDERS)))
+    yield Entry("llama", llama_programs(64, 64) if is_small else llama_programs(4096, llama.ROWS))
+    yield from (Entry(f"dense/{common.text_of(shape)}", dense_programs(shape, FEW)) for shape in others)
+
+
+# Measuring.
+
+
+def predicted(program: Program) -> Row:
+    """Returns what the audit reads from a program as tuned here, and its predicted time without the GPU."""
+    name = jax.devices()[0].device_kind
+    target = next((target for part, target in TARGETS.items() if part in name), "local")
+    audit = partial(fp8.audit, program.function, jax.eval_shape(program.carry))
+    report = audit(target="local")
+    return {
+        "predicted_seconds": audit(target=target).predicted_seconds.get("total"),
+        "backends": sorted({f"{gemm.backend}, {gemm.accumulation}" for gemm in report.gemms}),
+        "fp8_gemms": report.num_fp8_gemms,
+        "gemms": report.num_gemms,
+        "launches": report.num_launches,
+    }
+
+
+def timed(programs: Programs) -> Row:
+    """Compiles the programs of an entry and times them; returns a row for each."""
     rows: dict[str, Row] = {}
-    with common.quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, make in entry.programs().items():
-            try:
-                program = make()
-                compiled = gpu_programs.compiled_ahead(program)
-                rows[name] = gpu_programs.reading(compiled, program.steps, find_target("h200"))
-            except Exception as error:
-                rows[name] = {"not_measured": reason_of(error)}
-            print(f"compiled {entry.name} {name}", flush=True)
-    gpu_programs.predict_times_base(rows, entry.base)
-    store.put(entry.name, {"status": "done", "result": {"rows": rows}})
+    runs: dict[str, Callable[[], None]] = {}
+    for name, make in programs.items():
+        try:
+            program = make()
+            run = running(program)
+            run()
+            rows[name], runs[name] = predicted(program), run
+        except Exception as error:
+            rows[name] = {"not_measured": common.reason_of(error)}
+    seconds = {
+        name: [value / CALLS for value in values]
+        for name, values in common.interleaved(runs, ROUNDS, warm_up=1).items()
+    }
+    for name, of_rounds in seconds.items():
+        rows[name]["seconds"] = common.summary(of_rounds)
+        if BASE in seconds:
+            rows[name]["times_bf16"] = common.ratio(seconds[BASE], of_rounds)
+    return rows
 
 
-# The report.
+def running(program: Program) -> Callable[[], None]:
+    """Returns a function that calls a program ``CALLS`` times, each time with what it returned before."""
+    carry = program.carry()
+    compiled = program.function.lower(carry).compile()
+
+    def run() -> None:
+        nonlocal carry
+        for _ in range(CALLS):
+            carry = compiled(carry)
+        jax.block_until_ready(carry)
+
+    return run
 
 
-def _remark(row: Row) -> str:
-    differ = row.get("states_that_differ", 0)
-    return f"{differ} elements of states differ" if differ else row.get("not_measured", "")
-
-
-def _errors(row: Row) -> str:
-    return " ".join(f"{row[gemm]:.0e}" for gemm in common.GEMMS if gemm in row)
+def measure(entry: Entry) -> Row:
+    """Returns the rows of an entry by program, or why there are none."""
+    try:
+        with common.quiet():
+            return {"device": entry.values()} if entry.values else timed(entry.programs)
+    except Exception as error:
+        return {"device": {"not_measured": common.reason_of(error)}}
+    finally:
+        jax.clear_caches()
 
 
 COLUMNS: common.Columns = {
-    "entry": lambda row: row["entry"],
-    "program": lambda row: row.get("program", ""),
-    "backends": lambda row: "+".join(sorted({gemm["backend"] for gemm in row.get("gemms", [])})),
-    "remark": _remark,
-    "errors": _errors,
+    "entry": common.word("entry"),
+    "program": common.word("program"),
+    "not measured": lambda row: row.get("not_measured", ""),
+    "errors": lambda row: " ".join(f"{row[gemm]:.0e}" for gemm in common.GEMMS if gemm in row),
+    "states that differ": common.figure("states_that_differ", ".0f"),
     "us": common.figure("seconds", ".1f", 1e6),
-    "times base": common.figure("times_base", ".2f"),
-    "TFLOP/s": common.figure("tflops", ".0f"),
-    "GB/s": common.figure("gigabytes_per_second", ".0f"),
-    "GiB": common.figure("program_bytes", ".2f", 2**-30),
-    "kernels": common.figure("kernels", "g"),
     "predicted us": common.figure("predicted_seconds", ".1f", 1e6),
-    "times": common.figure("predicted_times_base", ".2f"),
-    "ahead us": common.figure("ahead", ".1f", 1e6),
+    "times bf16": common.figure("times_bf16", ".2f"),
+    "FP8 GEMMs": common.figure("fp8_gemms", ".0f"),
+    "launches": common.figure("launches", ".0f"),
 }
 
 
-def rows_of(entries: Mapping[str, Row], ahead: Mapping[str, Row]) -> Iterator[Row]:
-    """Yields a row of the table for each program, with what was predicted without the GPU."""
-    for name, entry in entries.items():
-        if entry["status"] != "done":
-            yield {"entry": name, "not_measured": entry.get("error") or f"not measured: {entry['status']}"}
-            continue
-        expected = ahead.get(name, {}).get("result", {}).get("rows", {})
-        for program, row in entry["result"]["rows"].items():
-            predicted = expected.get(program, {}).get("predicted_seconds")
-            yield {"entry": name, "program": program, "ahead": predicted, **row}
+def text(entries: Mapping[str, Row]) -> str:
+    """Returns the results as a table."""
+    rows = [
+        {"entry": name, "program": program, **row}
+        for name, programs in entries.items()
+        for program, row in programs.items()
+    ]
+    return common.text_table(COLUMNS, rows, 3)
 
 
-def predictions(path: Path) -> dict[str, Row]:
-    """Returns the entries that were compiled ahead, by the last version that did."""
-    runs = json.loads(path.read_text())["runs"].values() if path.exists() else ()
-    return {name: entry for run in runs for name, entry in run["entries"].items()}
-
-
-def chosen_entries(every: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
-    """Returns the entries with these names, or whose names begin with one of them and a slash.
-
-    Raises:
-        SystemExit: a name fits none.
-    """
-    for name in names:
-        if not any(f"{entry.name}/".startswith(f"{name}/") for entry in every):
-            known = ", ".join(dict.fromkeys(entry.name.partition("/")[0] for entry in every))
-            raise SystemExit(f"No entry is called {name!r}. There are {known}.")
-    return [entry for entry in every if any(f"{entry.name}/".startswith(f"{n}/") for n in names)]
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="(benchmarks/results/h200.json)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="entries, such as dense")
-    parser.add_argument("--redo", action="store_true", help="measure again what is there")
-    parser.add_argument("--budget", type=float, default=520.0, help="seconds in all (%(default)g)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="(benchmarks/results/gpu.json)")
+    parser.add_argument("--only", default="", metavar="START", help="entries whose names begin so")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on any device")
-    parser.add_argument("--ahead", action="store_true", help="compile for an H200 without one, run nothing")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if an entry failed, 2 if there is no GPU."""
-    args = parse_args(argv)
-    machine = common.machine(PACKAGES, ("cores", "load_average", "gpu"))
-    if not (args.small or args.ahead or machine["gpu"]):
-        hidden = " JAX_PLATFORMS hides it, if there is one." if os.environ.get("JAX_PLATFORMS") else ""
-        print(
-            f"JAX's first device is a {jax.devices()[0].platform.upper()}, not a GPU.{hidden} "
-            "--small shows on any device that the benchmark runs; --ahead compiles it for an H200.",
-            file=sys.stderr,
-        )
-        return 2
-    predicted = common.RESULTS / "h200_ahead.json"
-    default = predicted if args.ahead else common.RESULTS / "h200.json"
-    if args.small:
-        default = Path(tempfile.gettempdir()) / "fp8flax-bench-gpu-small.json"
-    device = "compiled for an NVIDIA H200, not run" if args.ahead else machine["gpu"] or "CPU"
-    store = Store(args.json or default, machine, device)
-    every = entries(args.small)
-    chosen = chosen_entries(every, args.only) if args.only else every
-    for entry in chosen if args.redo else ():
-        store.put(entry.name, None)
-    print(f"Question: {QUESTION}\n\nMachine: {store.key}", flush=True)
-    until = time.monotonic() + args.budget
-    take = partial(compile_ahead, store=store) if args.ahead else partial(measure, store=store)
-    failed_before = {name for name, entry in store.entries.items() if entry["status"] == "failed"}
-    for entry in sorted(chosen, key=lambda entry: entry.name in failed_before):  # what failed comes last
-        is_done = store.entries.get(entry.name, {}).get("status") == "done"
-        if not is_done and (args.ahead or time.monotonic() + entry.expected <= until):
-            take(entry)
-    seen = store.entries
-    print("\n" + common.text_table(COLUMNS, rows_of(seen, {} if args.ahead else predictions(predicted)), 4))
-    missing = [entry.name for entry in chosen if entry.name not in seen]
-    failed = [entry.name for entry in chosen if seen.get(entry.name, {}).get("status") == "failed"]
-    if missing:
-        print(f"\nNot yet measured; run again to go on: {', '.join(missing)}.")
-    if failed:
-        print(f"\nFailed, with the reason in the file: {', '.join(failed)}.")
-    print(f"\nWritten: {store.path}")
-    return 1 if failed else 0
+    args = parser.parse_args(argv)
+    here = common.machine(PACKAGES)
+    if not (args.small or here["gpu"]):
+        raise SystemExit("JAX sees no GPU here. --small runs the benchmark in small on any device.")
+    path = args.json or Path(tempfile.gettempdir() if args.small else common.RESULTS, "gpu.json")
+    report = common.begin(QUESTION, METHOD, here, entries={})
+    if path.exists():
+        old = json.loads(path.read_text())
+        if old["machine"] != here:
+            raise SystemExit(
+                f"{path} is from another machine or other versions: name another file by --json."
+            )
+        report["entries"] = old["entries"]
+    for entry in table(args.small):
+        if entry.name.startswith(args.only) and entry.name not in report["entries"]:
+            report["entries"][entry.name] = measure(entry)
+            common.write(report, path)
+    print("\n" + text(report["entries"]))
 
 
 if __name__ == "__main__":
-    # Read when JAX meets the device.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    if "--small" not in sys.argv:
-        # Later runs take over the results of autotuning.
-        cache = Path(tempfile.gettempdir()) / "fp8flax-bench-gpu-cache"
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+        main()

@@ -1,7 +1,6 @@
 """What does an FP8 training step cost on a CPU, next to the step without FP8 and with Flax's ops?
 
-Run ``make bench``; ``ARGS=--help`` for the options. ``trace_time.py`` measures what it costs to compile
-one.
+Run ``make bench``.
 
 FP8 is emulated on a CPU. A step is value_and_grad of the loss, AdamW on the float32 params, and the
 overwrite of the scaling state; jitted, with the state donated.
@@ -21,10 +20,9 @@ of the step / seconds of X's step in that round).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import flax.training.train_state
@@ -46,8 +44,7 @@ OPTIONS: dict[str, Any] = {"rounds": 40, "mlp": (6, 512, 256), "transformer": (4
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contender:
+class Contender(NamedTuple):
     """A matmul, and the train state and differentiation that its package recommends."""
 
     dot_general_cls: Any = None
@@ -58,18 +55,13 @@ class Contender:
 OURS = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=HISTORY))
 CONTENDERS = {
     "plain": Contender(),
-    "flax-qdq": Contender(dot_general_cls=partial(fp8_ops.Fp8DotGeneralOp, amax_history_length=HISTORY)),
-    "flax-direct": Contender(
-        dot_general_cls=partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=HISTORY)
-    ),
-    "fp8flax": Contender(
-        dot_general_cls=OURS, train_state=fp8.TrainState, value_and_grad=fp8.value_and_grad
-    ),
+    "flax-qdq": Contender(partial(fp8_ops.Fp8DotGeneralOp, amax_history_length=HISTORY)),
+    "flax-direct": Contender(partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=HISTORY)),
+    "fp8flax": Contender(OURS, fp8.TrainState, fp8.value_and_grad),
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """A model with its loss and one batch."""
 
     make_model: Callable[[Any, Any], nn.Module]
@@ -81,19 +73,17 @@ class Task:
 
 def mlp(sizes: Shape) -> Task:
     num_layers, width, batch = sizes
-    x_key, y_key = jax.random.split(jax.random.key(0))
 
     def make_model(dot_general_cls: Any, dtype: Any) -> nn.Module:
         dense = partial(nn.Dense, width, dtype=dtype, dot_general_cls=dot_general_cls)
         hidden = [layer for _ in range(num_layers - 1) for layer in (dense(), nn.relu)]
         return nn.Sequential([*hidden, dense()])
 
-    return Task(
-        make_model=make_model,
-        loss=lambda y, target: jnp.mean((y.astype(jnp.float32) - target) ** 2),
-        inputs=jax.random.normal(x_key, (batch, width)),
-        targets=jax.random.normal(y_key, (batch, width)),
-    )
+    def loss(y: jax.Array, target: jax.Array) -> jax.Array:
+        return jnp.mean((y.astype(jnp.float32) - target) ** 2)
+
+    x, y = (jax.random.normal(key, (batch, width)) for key in jax.random.split(jax.random.key(0)))
+    return Task(make_model, loss, x, y)
 
 
 def transformer(sizes: Shape) -> Task:
@@ -101,15 +91,10 @@ def transformer(sizes: Shape) -> Task:
     windows = jax.random.randint(jax.random.key(0), (batch, length + 1), 0, VOCABULARY)
 
     def make_model(dot_general_cls: Any, dtype: Any) -> nn.Module:
-        return ByteTransformer(
-            width=width,
-            num_layers=num_layers,
-            max_length=length,
-            dot_general_cls=dot_general_cls,
-            dtype=dtype,
-        )
+        options = {"max_length": length, "dot_general_cls": dot_general_cls, "dtype": dtype}
+        return ByteTransformer(width, num_layers, **options)
 
-    return Task(make_model=make_model, loss=loss_of, inputs=windows[:, :-1], targets=windows[:, 1:])
+    return Task(make_model, loss_of, windows[:, :-1], windows[:, 1:])
 
 
 TASKS: dict[str, Callable[[Shape], Task]] = {"mlp": mlp, "transformer": transformer}
@@ -122,12 +107,9 @@ def make_loss(task: Task, state: Any, inputs: jax.Array, targets: jax.Array) -> 
 def make_run(task: Task, contender: Contender, dtype: str) -> Callable[[], None]:
     """Returns a function that takes a training step from the state that the last step left."""
     model = task.make_model(contender.dot_general_cls, jnp.dtype(dtype))
-    state = contender.train_state.create(
-        apply_fn=model.apply,
-        params=dict(jax.jit(model.init)(jax.random.key(1), task.inputs)),
-        tx=optax.adamw(1e-3),
-    )
     batch = (task.inputs, task.targets)
+    variables = dict(jax.jit(model.init)(jax.random.key(1), task.inputs))
+    state = contender.train_state.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-3))
 
     def step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
         loss_fn = make_loss(task, state, inputs, targets)
@@ -173,15 +155,10 @@ def measure_all(rounds: int, **sizes: Shape) -> Row:
     }
 
 
-def _step(row: Row) -> str:
-    median, least, most = (1e3 * row["step_seconds"][key] for key in ("median", "min", "max"))
-    return f"{median:.2f} ({least:.2f}-{most:.2f})"
-
-
 def table(report: Row) -> str:
     columns: Columns = {
         **{name: common.word(name) for name in ("model", "dtype", "contender")},
-        "step ms (min-max)": _step,
+        "step ms": common.figure("step_seconds", ".2f", 1e3),
         **{f"step / {base}": common.figure(base, ".3f") for base in BASELINES},
     }
     rows = [row | row["step_ratio_to"] for row in report["results"]]
@@ -190,9 +167,8 @@ def table(report: Row) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
-    here = partial(common.machine, PACKAGES, ("cores", "load_average"))
-    common.command(__doc__, "step_cpu", measure_all, table, argv, options=OPTIONS, here=here)
+    common.command(__doc__, "step_cpu", measure_all, table, argv, options=OPTIONS, packages=PACKAGES)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    main()

@@ -11,11 +11,14 @@ EXPLICIT = "explicit axes of a mesh, `out_sharding`"
 
 
 def _cells(page):
-    """Returns the cells of the page by table, row and column."""
+    """Returns the cells by table, row and column; a row has one text for all recipes, or five."""
     cells = {}
     for name, text in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL):
-        lines = [[c.strip() for c in line.strip().strip("|").split("|")] for line in text.splitlines()]
-        cells[name] = {row: dict(zip(lines[0][1:], texts)) for row, *texts in lines[2:]}
+        for line in text.splitlines()[2:]:
+            row, texts = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            of_recipes = texts.split(" / ")
+            of_recipes = of_recipes * len(COLUMNS) if len(of_recipes) == 1 else of_recipes
+            cells.setdefault(name, {})[row] = dict(zip(COLUMNS, of_recipes, strict=True))
     return cells
 
 
@@ -42,9 +45,10 @@ def write(seen):
             )
         cells.setdefault(table, {}).setdefault(row, {})[column] = text
     for table, rows in cells.items():
-        lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-        for row in rows:
-            lines.append([row, *(rows[row].get(column, "not tested") for column in COLUMNS)])
+        lines = [["", "all recipes"], ["---", "---"]]
+        for row, found in rows.items():
+            texts = [found.get(column, "not tested") for column in COLUMNS]
+            lines.append([row, texts[0] if len(set(texts)) == 1 else " / ".join(texts)])
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         start = page.index(f"<!-- table: {table} -->\n") + len(f"<!-- table: {table} -->\n")
         page = page[:start] + text + page[page.index("<!-- end -->", start) :]

@@ -26,7 +26,7 @@ EXECUTED = ROOT / "build" / "notebooks"
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".cff": "yaml", ".yml": "yaml", ".md": "markdown"}
-BOOSTS = {"supported.md": 4}
+BOOSTS = {"installation.md": 4}
 """Pages that answer a search better than the pages that repeat the word more often."""
 
 sources: dict[str, str] = {}

@@ -201,12 +201,12 @@ Example:
 """
 
 
-DIGEST_SIZE = 5
+DIGEST_SIZE = 3
 """How many float32 numbers one element of ``digest_dtype`` has: one for each field of ``state.Digest``."""
 digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
 """The dtype of a digest, which takes the place of a scale during a step.
 
-Each element has five float32 numbers, and the first is the scale. The cotangents of each number merge by
+Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
 maximum."""
 
 
@@ -223,7 +223,7 @@ def to_max_dtype(x: jax.Array) -> jax.Array:
 def from_max_dtype(x: Any) -> Any:
     """Casts an ``fp32_max_grad`` array to float32, without a gradient; returns other values unchanged.
 
-    For a digest it returns the scale, which is the first of the five numbers.
+    For a digest it returns the scale, which is the first of its numbers.
     """
     if is_digest(x):
         return digested(x, 1)[0]
@@ -236,7 +236,7 @@ def is_digest(x: Any) -> bool:
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest (an array of ``digest_dtype``) from five float32 arrays of one shape.
+    """Returns a digest (an array of ``digest_dtype``) from three float32 arrays of one shape.
 
     The digest has the shape of the arrays, and ``numbers[i]`` holds number ``i`` of each of its elements.
     """
@@ -244,7 +244,7 @@ def to_digest(*numbers: jax.Array) -> jax.Array:
 
 
 def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
-    """Returns the first ``num`` of the five float32 arrays of a digest, without a gradient.
+    """Returns the first ``num`` of the three float32 arrays of a digest, without a gradient.
 
     It is the inverse of ``to_digest``. Each array has the shape of ``x``.
     """
@@ -277,7 +277,7 @@ def _transposing_slices(transpose: Any) -> Any:
 def _showing_values(rule: Any) -> Any:
     """Returns a JVP rule of ``jax.debug`` whose operands of a ``MaxDtype`` are cast to float32 first.
 
-    So ``jax.debug.print`` and ``jax.debug.callback`` show the scale of a digest, not its five numbers.
+    So ``jax.debug.print`` and ``jax.debug.callback`` show the scale of a digest, not its three numbers.
     """
     return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
 

@@ -1,13 +1,11 @@
-"""Defines the primitive by which an op reports arrays in addition to its result.
+"""Defines the primitive by which an op reports numbers to the host, in addition to its result.
 
-The primitive returns its first operand unchanged. So a report remains in the program as long as the result
-of the primitive is used. Its derivative is that of the identity. ``interpreter.Values`` finds the primitive
-in a traced program. If the key is ``ToHost``, the program itself passes the arrays to the host.
+The primitive returns its first operand unchanged. So a report is made if the result of the primitive is
+used. Its derivative is that of the identity.
 
-Why: ``statistics`` needs numbers from the forward and the backward pass of each op, inside of any loops and
-transformations. Only a primitive passes through all of them and keeps static data (the key). ``calibrate``
-needs a callback to the host that does not count as a side effect: the ``nn.scan`` of Flax 0.12.12 raises an
-error if its body has one that depends on the carry, such as ``jax.debug.callback``.
+Why: ``calibrate`` and ``statistics`` need numbers from the forward and the backward pass of each op, inside
+of any loops and transformations. ``jax.debug.callback`` counts as a side effect: the ``nn.scan`` of Flax
+0.12.12 raises an error if its body has one that depends on the carry.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, which JAX shows to libraries that define
 primitives, but does not promise to keep.
@@ -15,9 +13,9 @@ primitives, but does not promise to keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,59 +25,47 @@ from jax.interpreters import ad, batching, mlir
 _report_p = Primitive("fp8_report")
 
 
-class ToHost(NamedTuple):
-    """The key of a report that a function on the host receives."""
-
-    function: Callable[..., None]
-    """Called with ``label`` and the reported arrays whenever the program makes the report."""
-    label: Hashable
-
-
-def _computed(x: Any, *arrays: Any, report: Hashable) -> Any:
-    """Returns ``x``. Passes the arrays to the function of a ``ToHost``."""
-    if isinstance(report, ToHost):
-        jax.debug.callback(partial(report.function, report.label), *arrays)
+def _computed(x: Any, numbers: Any, *, receive: Callable[..., None], label: Hashable) -> Any:
+    """Returns ``x``, and passes the label and the numbers to a function on the host."""
+    jax.debug.callback(partial(receive, label), numbers)
     return x
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
-    """Batches the primitive. ``x`` keeps its batch axis; in each reported array the batch is axis 0."""
-    (size,) = {x.shape[dim] for x, dim in zip(args, dims) if dim is not None}
-
-    def stacked(x: jax.Array, dim: int | None) -> jax.Array:
-        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-
-    return _report_p.bind(args[0], *map(stacked, args[1:], dims[1:]), **params), dims[0]
+    """Batches the primitive. ``x`` keeps its batch axis; in the numbers the batch is axis 0."""
+    x, numbers = args
+    if dims[1] is not None:
+        numbers = jnp.moveaxis(numbers, dims[1], 0)
+    return _report_p.bind(x, numbers, **params), dims[0]
 
 
 _report_p.def_impl(_computed)
-_report_p.def_abstract_eval(lambda x, *arrays, report: x)
+_report_p.def_abstract_eval(lambda x, numbers, **params: x)
 # Not cached, because callbacks of TPUs cannot be cached.
 mlir.register_lowering(_report_p, mlir.lower_fun(_computed, multiple_results=False), cacheable=False)
-ad.primitive_jvps[_report_p] = lambda primals, tangents, report: (
-    _report_p.bind(*primals, report=report),
+ad.primitive_jvps[_report_p] = lambda primals, tangents, **params: (
+    _report_p.bind(*primals, **params),
     tangents[0],
 )
 batching.primitive_batchers[_report_p] = _batched
 
 
-def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax.Array:
-    """Returns ``x``, and reports arrays under a key.
+def with_report(
+    x: jax.Array, numbers: jax.Array, receive: Callable[..., None], label: Hashable
+) -> jax.Array:
+    """Returns ``x``, and reports numbers to the host.
 
     Args:
         x: the array that the report is bound to: if the result is used, the report is made.
-        arrays: the arrays to report. Under ``jax.vmap`` each has the batch as its first axis.
-        key: identifies the report; a ``ToHost`` receives it.
+        numbers: the array to report. Under ``jax.vmap`` the batch is its first axis.
+        receive: a function of a module, which JAX's caches keep alive. It is called with ``label`` and
+            ``numbers`` whenever the program makes the report.
+        label: identifies the report.
     """
-    result: jax.Array = _report_p.bind(x, *arrays, report=key)
+    result: jax.Array = _report_p.bind(x, numbers, receive=receive, label=label)
     return result
 
 
-def is_report(eqn: Any) -> bool:
-    """Returns whether an equation makes a report; the report's key is ``key_of(eqn)``."""
-    return eqn.primitive is _report_p
-
-
-def key_of(eqn: Any) -> Any:
-    """Returns the key of the report that an equation makes."""
-    return eqn.params["report"]
+def label_of(eqn: Any) -> Any:
+    """Returns the label of the report that an equation makes; None if it makes none."""
+    return eqn.params["label"] if eqn.primitive is _report_p else None

@@ -1,33 +1,20 @@
-"""Measures the quantization error of each tensor of an FP8 op, and returns the numbers from any program.
-
-An op knows its input and its kernel in the forward pass, and its output gradient in the backward pass. The
-op may be inside a loop, a rematerialized block or a jitted function, which do not return the op's numbers.
-So the op reports its numbers by a primitive that returns its operand unchanged. ``measured`` traces the
-program and interprets it. In doing so it adds the reported numbers to the results of all loops and branches
-around the op. A model does not have to declare anything for this: no variable, and no collection in
-``nn.scan``.
-"""
+"""Measures the quantization error of one tensor, and merges what was measured in several calls."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.interpreter import RUNS_ONCE, Values, interpret
-from fp8flax._compat.jaxprs import equations, programs_in
-from fp8flax._compat.report_primitive import is_report, key_of
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.mode import Observing, mode
 from fp8flax._core.qtensor import Dims
-from fp8flax._core.quantizers import Quantizer, quantized
+from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.scaling import floor_power_of_two
 from fp8flax._core.shapes import Float, Float32
 
@@ -42,36 +29,33 @@ _PROBE = np.float32(128)
 
 
 class Numbers(NamedTuple):
-    """Numbers that describe the quantization of one tensor, and that ``merged`` can merge over calls.
+    """Numbers that describe the quantization of one tensor, and that ``merged`` can merge over calls."""
 
-    All are float32 arrays of one shape, with an axis for each loop and ``jax.vmap`` around the op.
-    """
-
-    values: Float32[jax.Array, "*stack"]
+    values: Any
     """Count of the finite elements that are not zero."""
-    underflowed: Float32[jax.Array, "*stack"]
+    underflowed: Any
     """Count of the ``values`` that FP8 rounds to zero."""
-    saturated: Float32[jax.Array, "*stack"]
+    saturated: Any
     """Count of the ``values`` that are clipped to the largest FP8 value."""
-    signal: Float32[jax.Array, "*stack"]
+    signal: Any
     """Sum of the squares of the ``values``, divided by the square of ``_unit(amax)``."""
-    noise: Float32[jax.Array, "*stack"]
+    noise: Any
     """Sum of the squares of the quantization errors of the ``values``, divided by the same number."""
-    nonfinite: Float32[jax.Array, "*stack"]
+    nonfinite: Any
     """Count of the NaN and Inf elements."""
-    amax: Float32[jax.Array, "*stack"]
-    """The largest finite magnitude; -inf for a tensor in a branch that did not run."""
-    scale: Float32[jax.Array, "*stack"]
+    amax: Any
+    """The largest finite magnitude."""
+    scale: Any
     """The largest scale. Scales of blocks that hold only zeros do not count, unless all blocks do so."""
-    headroom: Float32[jax.Array, "*stack"]
+    headroom: Any
     """The minimum, over all ``values``, of ``fp8_max * scale / abs(value)``. Below 1, a value saturates."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def numbers_of(
     quantizer: Quantizer, dims: Dims, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
-) -> Numbers:
-    """Returns the ``Numbers`` of one tensor under one quantizer.
+) -> Float32[jax.Array, " numbers"]:
+    """Returns the ``Numbers`` of one tensor under one quantizer, as one array.
 
     The caller stops the gradients of ``x`` and of the scale. The counts have the precision of float32, for
     fewer than 2**32 elements.
@@ -82,7 +66,7 @@ def numbers_of(
         x: the tensor, a wide float.
         delayed_scale: the scale of delayed scaling; None if the quantizer computes the scale from ``x``.
     """
-    q = quantized(quantizer, x, dims, delayed_scale)
+    q = quantizer.quantize(x, dims, delayed_scale)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     finite = lax.is_finite(x)
     # Subnormal float32 numbers count as zero, as everywhere in this package.
@@ -133,7 +117,7 @@ def numbers_of(
         scale=jnp.where(values > 0, scale_of_values, scale),
         headroom=headroom,
     )
-    return Numbers(*(number.astype(jnp.float32) for number in numbers))
+    return jnp.stack([number.astype(jnp.float32) for number in numbers])
 
 
 _REDUCTIONS: Any = (*[(lax.add, 0)] * 4, *[(lax.max, 0)] * 3, (lax.min, np.inf))
@@ -155,147 +139,25 @@ def _unit(amax: jax.Array) -> jax.Array:
     return jnp.minimum(floor_power_of_two(amax.astype(jnp.float32)), np.float32(2.0**126))
 
 
-def merged(numbers: Numbers) -> Numbers:
-    """Returns the numbers of several calls together.
+def merged(records: np.ndarray) -> Numbers:
+    """Returns the numbers of several calls together, as float64 numbers on the host.
+
+    The squares in ``signal`` and ``noise`` are no longer divided.
 
     Args:
-        numbers: the numbers of all calls, stacked along the first axis. The result lacks this axis.
+        records: arrays of ``numbers_of``, stacked along the first axis.
     """
-    amax = jnp.max(numbers.amax, axis=0)
-    units = [_unit(jnp.maximum(x, np.float32(0))) for x in (numbers.amax, amax)]
-    # The unit of a call with zeros only is 1, which can exceed the common unit. Its sums are 0 anyway.
-    share = jnp.square(jnp.minimum(units[0] / units[1], np.float32(1)))
+    each = Numbers(*np.asarray(records, np.float64).T)
+    # As ``_unit``: ``frexp`` returns twice the power of two.
+    unit = np.where(each.amax > 0, np.minimum(np.ldexp(0.5, np.frexp(each.amax)[1]), 2.0**126), 1.0)
     return Numbers(
-        values=jnp.sum(numbers.values, axis=0),
-        underflowed=jnp.sum(numbers.underflowed, axis=0),
-        saturated=jnp.sum(numbers.saturated, axis=0),
-        signal=jnp.sum(numbers.signal * share, axis=0),
-        noise=jnp.sum(numbers.noise * share, axis=0),
-        nonfinite=jnp.sum(numbers.nonfinite, axis=0),
-        amax=amax,
-        scale=jnp.max(numbers.scale, axis=0),
-        headroom=jnp.min(numbers.headroom, axis=0),
+        values=np.sum(each.values),
+        underflowed=np.sum(each.underflowed),
+        saturated=np.sum(each.saturated),
+        signal=np.sum(each.signal * unit**2),
+        noise=np.sum(each.noise * unit**2),
+        nonfinite=np.sum(each.nonfinite),
+        amax=np.max(each.amax),
+        scale=np.max(each.scale),
+        headroom=np.min(each.headroom),
     )
-
-
-def merged_calls(calls: Sequence[Numbers]) -> Numbers:
-    """Returns the numbers of several calls of one op together, elementwise over the loops around the op.
-
-    If the calls are in different loops, their arrays have different shapes. Each call is then first merged
-    over its loops, and the result is scalars.
-    """
-    if len({numbers.amax.shape for numbers in calls}) > 1:
-        calls = [merged(jax.tree.map(lambda x: x.reshape(-1), numbers)) for numbers in calls]
-    if len(calls) == 1:
-        return calls[0]
-    return merged(jax.tree.map(lambda *xs: jnp.stack(xs), *calls))
-
-
-NumbersOfTensors = dict[tuple[tuple[str, ...], str], list[Numbers]]
-"""For each path of an op and role of its tensor, the numbers of each call.
-
-The arrays of a call have a leading axis for each ``lax.scan`` around it."""
-
-
-def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
-    """Returns ``f(x)``, and the numbers that the FP8 ops in it report.
-
-    Args:
-        f: a function of a tree of arrays that returns a tree of arrays. It may use ``jax.grad``.
-        x: the argument of ``f``.
-
-    Raises:
-        ValueError: an op is inside of a primitive that cannot return its numbers, such as ``shard_map``; or
-            ``nn.jit`` runs several layers, or one layer several times, under one path.
-    """
-    # A new object is a new cache key: functions that were jitted before are traced again, with reports.
-    with mode(Observing(object())):
-        program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
-    rules = _Measured()
-    out = interpret(program, jax.tree.leaves(x), rules)
-    reports: Any = rules.reports
-    for path in rules.in_nn_jit:
-        if len(reports[path, "kernel"]) > 1:
-            raise ValueError(
-                f"nn.jit runs several layers, or one layer several times, under the path {'/'.join(path)}: "
-                "it traces equal modules once, under the path of the first. Measure the model without "
-                "nn.jit (its variables are the same), with jax.jit around fp8flax.statistics."
-            )
-    return jax.tree.unflatten(jax.tree.structure(shapes), out), reports
-
-
-_NN_JIT = "core_fn"
-"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
-
-
-class _Measured(Values):
-    """Computes a program again, and collects the ``Numbers`` that its ops report.
-
-    Its methods override those of ``Values``, which has the attribute ``reports`` and fills it.
-    """
-
-    is_recomputing = False
-    """Whether the program is a forward pass that ``jax.checkpoint`` repeats in the backward pass.
-
-    Its inputs and kernels were reported in the first forward pass, so they are not reported again."""
-    is_in_nn_jit = False
-    """Whether ``nn.jit`` runs the program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_nn_jit: set[tuple[str, ...]] = set()
-        """The paths of the ops that report kernels in ``nn.jit``."""
-
-    def absent(self, like: Numbers) -> Numbers:
-        """Returns the numbers of a tensor that was not computed; merged with others they change nothing."""
-        zeros = Numbers(*(jnp.zeros(x.shape, jnp.float32) for x in like))
-        infinite = zeros.headroom + np.float32(np.inf)
-        return zeros._replace(amax=-infinite, headroom=infinite)
-
-    def together(self, first: Numbers, second: Numbers) -> Numbers:
-        """Returns the numbers of two rounds of a while loop together."""
-        return merged(jax.tree.map(lambda *xs: jnp.stack(xs), first, second))
-
-    def inside(self, eqn: Any) -> Self | None:
-        """Returns the rules for the programs of an equation, if one of them holds a report.
-
-        Otherwise returns None, and JAX evaluates the equation as it is.
-        """
-        name, programs = eqn.primitive.name, programs_in(eqn.params)
-        if not any(is_report(found.eqn) for program in programs for found in equations(program)):
-            return None
-        if name not in (*RUNS_ONCE, "scan", "cond", "while"):
-            raise ValueError(
-                f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
-                f"fp8flax.statistics inside of the {name}, or measure a function without it."
-            )
-        if name not in ("jit", "pjit") or eqn.params["name"] != _NN_JIT:
-            return self
-        inside = copy.copy(self)  # shares the reports and the paths
-        inside.is_in_nn_jit = True
-        return inside
-
-    def call(
-        self, primitive: Any, program: Any, operands: list[Any], params: Mapping[str, Any]
-    ) -> list[Any]:
-        """Interprets a program that an equation calls, and notes whether it repeats a forward pass."""
-        if not params.get("differentiated"):
-            return super().call(primitive, program, operands, params)
-        # ``jax.checkpoint`` sets ``differentiated`` in the backward pass, which repeats the forward pass.
-        recomputing = copy.copy(self)  # shares the list of reports
-        recomputing.is_recomputing = True
-        if params["prevent_cse"]:
-            operands = lax.optimization_barrier(operands)
-        return interpret(program, operands, recomputing)
-
-    def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Collects the numbers of a report, by ``Values.report``; evaluates any other equation."""
-        if not is_report(eqn):
-            return super().equation(eqn, operands)
-        x, *numbers = operands
-        path, role = key_of(eqn)
-        if role == "output_grad" or not self.is_recomputing:
-            self.report((path, role), Numbers(*numbers))
-            if role == "kernel" and self.is_in_nn_jit:
-                self.in_nn_jit.add(path)
-        return [x]

@@ -13,26 +13,25 @@ mode = jax.make_user_context(None)
 
 
 class Observing(NamedTuple):
-    """Mode in which each FP8 op reports its tensors: to ``statistics``, or to ``calibrate``."""
+    """Mode in which each FP8 op reports its tensors to the host, see ``observe``."""
 
-    observation: object = None
-    """For statistics: a new object for each call, so that jit's cache key differs between calls.
+    calibrates: bool
+    """Whether ops report amaxes for ``calibrate``. They then multiply in the wide dtypes of their operands,
+    and each scale in their states is a number that names the tensor.
 
-    Functions traced in one call report under the paths of that call. Another call must trace them again."""
-    path: tuple[str, ...] = ()
-    """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
-    amaxes_to: Callable[..., None] | None = None
-    """For calibration: the function on the host that gets the amax of each tensor; None for statistics.
-
-    While calibrating, ops multiply in the wide dtypes of their operands. Each scale in their states is a
-    number that names the tensor."""
+    Otherwise ops compute as usual, and report quantization errors for ``statistics``."""
     backward: bool = True
     """Whether output gradients are reported. Without them, forward-mode differentiation works, too."""
+    key: object = None
+    """For statistics: an object for each measured function. It is part of jit's cache key, so functions
+    that were traced before are traced again, under their paths in the measured function."""
+    path: tuple[str, ...] = ()
+    """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
 
 
 def is_calibrating() -> bool:
     """Returns whether FP8 ops multiply in wide dtypes, and report amaxes to the host."""
-    return mode.value is not None and mode.value.amaxes_to is not None
+    return mode.value is not None and mode.value.calibrates
 
 
 def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:

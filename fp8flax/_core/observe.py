@@ -1,87 +1,203 @@
-"""``observed``: an identity that calls a function with its cotangent; and the reports to ``calibrate``.
+"""Observes the tensors of FP8 ops, for ``calibrate`` and ``statistics``: each op reports to the host.
 
-Calibration, statistics and the quantize-dequantize functions use ``observed``.
+The op may be inside a loop, a rematerialized block or a jitted function, which do not return the numbers of
+the op. So the op reports them by a primitive (``with_report``). ``collect`` runs a program and returns what
+its ops report. A model does not have to declare anything for this: no variable, and no collection in
+``nn.scan``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
-from fp8flax._compat.max_dtype import from_max_dtype, is_digest
-from fp8flax._compat.report_primitive import ToHost, with_report
+from fp8flax._compat.max_dtype import from_max_dtype
+from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.axes import merge_amax
-from fp8flax._core.mode import Observing
-from fp8flax._core.state.state import DelayedConfig, ScalingState, next_state
+from fp8flax._core.mode import Observing, mode
+from fp8flax._core.state.state import DelayedConfig, ScalingState
 
-Observer = Callable[[Any, Any], tuple[Any, Any]]
+# Receiving reports on the host.
+
+Records = dict[Any, np.ndarray]
+"""The different records that ops reported, by label: shape ``(records, numbers)``, float32."""
+
+_lock = threading.Lock()
+_received: list[dict[Any, set[tuple[float, ...]]]] = []
+"""What has been reported to the observation that runs now: one dict, or none."""
 
 
-def observed(observer: Observer, x: Any, args: Any, *, innermost_only: bool = False) -> Any:
-    """Returns ``x``. The backward pass calls ``observer(g, args)`` with the cotangent ``g`` of the result.
+def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> Records:
+    """Returns what the ops report while ``run(*args)``, a jitted function, is computed in a mode.
+
+    Equal records count once, because ``jax.checkpoint`` repeats a forward pass, and its reports. If there
+    are several processes, each gets the reports of all.
+    """
+    found: dict[Any, set[tuple[float, ...]]] = defaultdict(set)
+    with _lock, mode(observing):
+        _received.append(found)
+        try:
+            # When the results are ready, all reports have arrived.
+            jax.block_until_ready(run(*args))
+        finally:
+            _received.clear()
+    if jax.process_count() > 1:
+        own = np.frombuffer(pickle.dumps(dict(found)), np.uint8)
+        size = np.max(multihost_utils.process_allgather(np.int32(own.size)))
+        for data in multihost_utils.process_allgather(np.pad(own, (0, size - own.size))):
+            for label, records in pickle.loads(data.tobytes()).items():
+                found[label] |= records
+    return {label: np.array(sorted(records), np.float32) for label, records in found.items()}
+
+
+def _receive(label: Hashable, records: Any) -> None:
+    """Passes the records of an op, along the last axis of an array, to the observation that runs now.
+
+    It is a function of the module, because JAX's caches keep it: a closure would keep arrays alive.
+    """
+    rows = np.asarray(records)
+    for found in _received:
+        found[label].update(map(tuple, rows.reshape(-1, rows.shape[-1]).tolist()))
+
+
+# Reporting from an op.
+
+
+def report_amax(config: DelayedConfig, x: jax.Array, amax: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns ``x``, and reports an amax for ``calibrate``.
 
     Args:
-        observer: a function that returns the cotangents of ``x`` and of ``args``.
-        x: the tensor to observe, or a tree of tensors.
-        args: a tree of arrays for the observer. An observer returns next states, for instance, as the
-            cotangents of states in ``args``.
-        innermost_only: whether only the innermost gradient is observed, if a model takes a gradient inside
-            its forward pass. If False, each outer gradient is observed, too.
+        config: the options of the cast.
+        x: the array that the report is bound to, see ``with_report``.
+        amax: the amax of a tensor, or of several that are stacked.
+        number: the number of the tensor, see ``number_of``; the shape of ``amax``.
     """
-    return _observed(observer, innermost_only, x, args)
+    amax = lax.stop_gradient(amax).astype(np.float32)
+    return with_report(x, jnp.stack([number, amax], -1), _receive, config)
+
+
+def number_of(state: ScalingState) -> jax.Array:
+    """Returns the number that names a tensor while calibrating; it is in the place of the old scale."""
+    number = lax.stop_gradient(from_max_dtype(state.scale))
+    return number.reshape(state.amax_history.shape[:-1])
+
+
+def on_cotangent(
+    f: Callable[[Any, Any], tuple[Any, Any]], x: Any, args: Any, *, innermost_only: bool = False
+) -> Any:
+    """Returns ``x``. The backward pass calls ``f(g, args)`` with the cotangent ``g`` of the result.
+
+    Args:
+        f: a function that returns the cotangents of ``x`` and of ``args``.
+        x: an array, or a tree of arrays.
+        args: a tree of arrays for ``f``. For a scale of ``step_scales``, ``f`` returns the amax as the
+            cotangent.
+        innermost_only: whether ``f`` is called for the innermost gradient only, if a model takes a gradient
+            inside its forward pass. If False, it is called for each outer gradient, too.
+    """
+    return _on_cotangent(f, innermost_only, x, args)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _observed(observer: Observer, innermost_only: bool, x: Any, args: Any) -> Any:
-    """Returns ``x``, see ``observed``."""
-    del observer, innermost_only, args
+def _on_cotangent(f: Callable[..., Any], innermost_only: bool, x: Any, args: Any) -> Any:
+    """Returns ``x``, see ``on_cotangent``."""
+    del f, innermost_only, args
     return x
 
 
 # An outer gradient differentiates the forward rule of the inner one.
-_observed.defvjp(
-    lambda observer, innermost, x, args: (
-        x if innermost else _observed(observer, innermost, x, args),
+_on_cotangent.defvjp(
+    lambda f, innermost_only, x, args: (
+        x if innermost_only else _on_cotangent(f, innermost_only, x, args),
         args,
     ),
-    lambda observer, innermost, args, g: observer(g, args),
+    lambda f, innermost_only, args, g: f(g, args),
 )
 
 
-def report_amax(
-    observing: Observing, config: DelayedConfig, x: jax.Array, amax: jax.Array, state: ScalingState
+class Tensor(NamedTuple):
+    """One of the three tensors of a contraction, as ``observed`` needs it."""
+
+    amax: Callable[..., jax.Array]
+    """``amax(x, *extra)`` returns the amax of the tensor, or the amaxes of a stack."""
+    measure: Callable[..., list[jax.Array]]
+    """``measure(x, scale, *extra)`` returns the records of ``measuring.numbers_of``: one for each different
+    quantizer of the tensor."""
+    config: DelayedConfig | None = None
+    """The options of delayed scaling; None for other recipes."""
+    scale: jax.Array | None = None
+    """The scale of ``step_scales``; None without delayed scaling."""
+    number: jax.Array | None = None
+    """``number_of`` the state; None without delayed scaling."""
+
+    def reported(self, observing: Observing, role: str, x: jax.Array, extra: Any) -> jax.Array:
+        """Returns ``x``, and reports it."""
+        wide = lax.stop_gradient(x)
+        if observing.calibrates:
+            if self.config is None or self.number is None:
+                return x
+            return report_amax(self.config, x, self.amax(wide, *extra), self.number)
+        for record in self.measure(wide, lax.stop_gradient(self.scale), *extra):
+            x = with_report(x, record, _receive, (observing.path, role))
+        return x
+
+
+def observed(
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
+    tensors: Mapping[str, Tensor],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *extra: jax.Array,
 ) -> jax.Array:
-    """Returns ``x``, and reports the amax of the tensor that ``state`` belongs to, for ``calibrate``.
+    """Returns the product of the operands, and reports its tensors to the host.
 
     Args:
-        observing: the mode.
-        config: the options of the cast.
-        x: the array that the report is bound to, see ``with_report``.
-        amax: the amax.
-        state: the state, in which the scale is the number of the tensor.
+        multiply: computes the product.
+        tensors: the tensors to report, by role; only those that a product quantizes.
+        lhs: the input.
+        rhs: the kernel.
+        *extra: further arrays of the op, for the functions in ``tensors``.
     """
-    assert observing.amaxes_to is not None
+    observing = mode.value
+    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
+    with mode(None):
+        if "input" in tensors:
+            lhs = tensors["input"].reported(observing, "input", lhs, extra)
+        if "kernel" in tensors:
+            rhs = tensors["kernel"].reported(observing, "kernel", rhs, extra)
+        out = multiply(lhs, rhs)
+        if "output_grad" not in tensors or not observing.backward:
+            return out
+        tensor = tensors["output_grad"]
+        static = tensor._replace(scale=None, number=None)
+        arrays = tensor.scale, tensor.number, extra
+        return on_cotangent(partial(_report_output_grad, observing, static), out, arrays)
+
+
+def _report_output_grad(observing: Observing, static: Tensor, g: jax.Array, arrays: Any) -> Any:
+    """Returns the output gradient, and reports it; the arrays get no cotangents but for calibration.
+
+    While calibrating, the "gradient" of the state depends on the report. So ``calibrate`` needs no gradient
+    but that of the state.
+    """
+    scale, number, extra = arrays
+    tensor = static._replace(scale=scale, number=number)
+    if not observing.calibrates or number is None:
+        return tensor.reported(observing, "output_grad", g, extra), (None, None, None)
+    return g, (reported_as_amax(tensor.config, tensor.amax(g, *extra), number), None, None)
+
+
+def reported_as_amax(config: Any, amax: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the amax of an output gradient, as the cotangent of a scale, and reports it."""
     amax = lax.stop_gradient(amax).astype(np.float32)
-    number = from_max_dtype(state.scale).reshape(amax.shape)
-    return with_report(x, [number, amax], ToHost(observing.amaxes_to, config))
-
-
-def report_cotangent(
-    observing: Observing, config: DelayedConfig, amax_of: Callable[..., jax.Array], g: Any, args: Any
-) -> Any:
-    """Observer: returns the cotangent unchanged, and reports its amax for ``calibrate``.
-
-    ``args`` are the further arguments of ``amax_of``, and the state. The "gradient" of the state depends on
-    the report. So ``calibrate`` needs no gradient but that of the state.
-    """
-    extra, state = args
-    amax = lax.stop_gradient(amax_of(g, extra)).astype(np.float32)
-    amax = report_amax(observing, config, amax, amax, state)
-    number = from_max_dtype(state.scale).reshape(amax.shape)
-    merged = merge_amax(amax, number)
-    return g, (None, next_state(merged, number, None if is_digest(state.scale) else state))
+    return merge_amax(report_amax(config, amax, amax, number), number)

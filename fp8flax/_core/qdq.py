@@ -20,7 +20,7 @@ from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.mode import is_calibrating, mode
-from fp8flax._core.observe import observed, report_amax, report_cotangent
+from fp8flax._core.observe import number_of, on_cotangent, report_amax, reported_as_amax
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
@@ -62,11 +62,11 @@ def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
         scale: the scale of this step.
     """
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return observed(_give_amax, result, (scale, amax), innermost_only=True)
+    return on_cotangent(_give_amax, result, (scale, amax), innermost_only=True)
 
 
 def _give_amax(g: Any, args: tuple[jax.Array, jax.Array]) -> Any:
-    """Observer: passes the cotangent, and returns the amax as the cotangent of the scale."""
+    """Passes the cotangent, and returns the amax as the cotangent of the scale."""
     _, amax = args
     return g, (amax, None)
 
@@ -84,11 +84,11 @@ def out_qdq_with_scale(config: DelayedConfig, out: jax.Array, scale: jax.Array) 
 
     The "gradient" of ``scale`` is the amax of the cotangent.
     """
-    return observed(partial(_cast_cotangent, config), out, scale, innermost_only=True)
+    return on_cotangent(partial(_cast_cotangent, config), out, scale, innermost_only=True)
 
 
 def _cast_cotangent(config: DelayedConfig, g: jax.Array, scale: jax.Array) -> Any:
-    """Observer: casts the cotangent to FP8 and back, and returns its amax as the cotangent of the scale."""
+    """Casts the cotangent to FP8 and back, and returns its amax as the cotangent of the scale."""
     g = inf_to_nan(g)
     return _there_and_back(config, g, scale), merge_amax(delayed_amax(g), scale)
 
@@ -133,7 +133,7 @@ def in_qdq(
     config = _public_config(compute_dtype, q_dtype)
     inp = as_float_array(inp, "inp")
     if is_calibrating():
-        return report_amax(mode.value, config, inp, delayed_amax(inp), as_state(scale, amax_history))
+        return report_amax(config, inp, delayed_amax(inp), number_of(as_state(scale, amax_history)))
     return in_qdq_with_scale(config, inp, _step_scale(config, scale, amax_history))
 
 
@@ -176,9 +176,16 @@ def out_qdq(
     if is_calibrating():
         if not mode.value.backward:
             return out
-        report = partial(report_cotangent, mode.value, config, lambda g, _: delayed_amax(g))
-        return observed(report, out, (None, as_state(scale, amax_history)))
+        number = number_of(as_state(scale, amax_history))
+        args = _step_scale(config, scale, amax_history), number
+        return on_cotangent(partial(_report_cotangent, config), out, args)
     return out_qdq_with_scale(config, out, _step_scale(config, scale, amax_history))
+
+
+def _report_cotangent(config: DelayedConfig, g: jax.Array, args: Any) -> Any:
+    """Returns the cotangent unchanged, and reports its amax for ``calibrate``."""
+    _, number = args
+    return g, (reported_as_amax(config, delayed_amax(g), number), None)
 
 
 def in_q(
@@ -217,7 +224,7 @@ def in_q(
     config = _public_config(compute_dtype, q_dtype)
     inp = jax.lax.stop_gradient(as_float_array(inp, "inp"))
     if is_calibrating():
-        inp = report_amax(mode.value, config, inp, delayed_amax(inp), as_state(scale, amax_history))
+        inp = report_amax(config, inp, delayed_amax(inp), number_of(as_state(scale, amax_history)))
         scale = jnp.ones_like(scale)  # it was the number of the tensor
     new_scale = _step_scale(config, scale, amax_history)
     used = jax.lax.stop_gradient(new_scale)

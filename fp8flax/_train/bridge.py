@@ -12,13 +12,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import check_state_dtype, path_str
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
+from fp8flax._train.check import damaged_states
 
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
@@ -52,7 +52,8 @@ def add_fp8_state(
 
     Warns:
         UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` for an
-            ``Fp8DotGeneralOp``; it is left out.
+            ``Fp8DotGeneralOp``; it is left out. Or a scale does not follow from its history, see
+            ``check_state``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -98,6 +99,13 @@ def add_fp8_state(
         fresh = np.ones if path[-1].key in _SCALE_OF.values() else np.zeros
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
+    if damaged := damaged_states({OVERWRITE_WITH_GRADIENT: variables.get(OVERWRITE_WITH_GRADIENT, {})}):
+        warnings.warn(
+            f"The scaling state {damaged[0]} (and of {len(damaged) - 1} more tensors) is not what training "
+            "leaves: an optimizer or an average over steps changed it. It is kept. To have new state made, "
+            "call fp8flax.remove_fp8_state first, and then fp8flax.calibrate.",
+            stacklevel=2,
+        )
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
@@ -146,14 +154,10 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
 def _change_length(history: Any, axis: int, length: int) -> jax.Array:
     """Returns a history of the newest ``length`` amaxes; zeros stand for amaxes that are not known."""
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
-    old_length = history.shape[axis]
-    newest = lax.slice_in_dim(history, 0, min(1, old_length), axis=axis)
-    start = min(old_length, max(1, old_length - length + 1))
-    past = lax.slice_in_dim(history, start, old_length, axis=axis)
-    unknown = list(history.shape)
-    unknown[axis] = length - newest.shape[axis] - past.shape[axis]
-    zeros = jax.device_put(np.zeros(unknown, history.dtype))
-    return jnp.concatenate([newest, zeros, past], axis)
+    history = jnp.moveaxis(history, axis, -1)
+    newest, past = history[..., :1], history[..., max(1, history.shape[-1] - length + 1) :]
+    zeros = jnp.zeros((*history.shape[:-1], length - newest.shape[-1] - past.shape[-1]))
+    return jnp.moveaxis(jnp.concatenate([newest, zeros, past], -1), -1, axis)
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

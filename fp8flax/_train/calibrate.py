@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,14 +13,14 @@ import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fp8flax._core.autocast import ambient_hint
-from fp8flax._core.mode import Observing, mode
+from fp8flax._core.mode import Observing
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.observe import Records, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.state.state import DelayedConfig, ScalingState, calibrated_state
-from fp8flax._core.state.tree import Places, path_str
+from fp8flax._core.state.tree import Places, flatten, path_str
 
 WITHOUT_STATE = (
     "Recipes without delayed scaling have no state and need no calibration. A frozen model has fixed "
@@ -95,14 +93,8 @@ def calibrate(
     run = jax.jit(functools.partial(_run, fun, backward, has_aux))
     i = -1
     for i, batch in enumerate(_each(batches)):
-        with _calibrate_lock, mode(Observing(amaxes_to=_report, backward=backward)):
-            _receivers.append(amaxes)
-            try:
-                # When the results are ready, all reports have arrived.
-                jax.block_until_ready(run(amaxes.numbered, variables, batch))
-            finally:
-                _receivers.clear()
-        amaxes.share()
+        observing = Observing(calibrates=True, backward=backward)
+        amaxes.add(collect(observing, run, amaxes.numbered, variables, batch))
         if bad := amaxes.names("amax_history", lambda amax: ~(amax < np.inf), backward):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
@@ -155,45 +147,34 @@ def _run(
 
 
 class _Amaxes:
-    """The amaxes that ops report to the host, merged by maximum over all calls and batches.
+    """The amaxes that ops report, merged by maximum over all calls and batches.
 
     Each tensor has a number. ``numbered`` is the scaling state with this number in the place of the scale.
     An op reports the number with the amax. A tensor that was not reported has the amax -inf.
     """
 
     def __init__(self, state: Any) -> None:
-        found, self._treedef = jax.tree_util.tree_flatten_with_path(state)
-        self._paths, self._leaves = [path for path, _ in found], [leaf for _, leaf in found]
+        self._paths, self._leaves, self._treedef = flatten(state)
         self._places = Places.of(self._paths, self._leaves)
-        self._numbers: list[np.ndarray] = []
-        self._lock = threading.Lock()
         self._amaxes: dict[DelayedConfig, np.ndarray] = {}
+        self._numbers: list[np.ndarray] = []
+        """The numbers of each pair of ``_places``, in the shape of its scale."""
         self._count = 0
-        numbered = list(self._leaves)
-        for i, _ in self._places.pairs:
-            shape = np.shape(numbered[i])
-            numbers = np.arange(self._count, self._count + math.prod(shape)).reshape(shape)
+        numbered = self._places.states(self._leaves)
+        for k, (scale, history) in enumerate(numbered):
+            numbers = self._count + np.arange(math.prod(scale.shape)).reshape(scale.shape)
             self._count += numbers.size
             self._numbers.append(numbers)
-            numbered[i] = _put(numbers, numbered[i])
-        self.numbered = self._treedef.unflatten(numbered)
+            numbered[k] = ScalingState(_put(numbers, scale), history)
+        leaves = list(self._leaves)
+        self._places.put(leaves, numbered)
+        self.numbered = self._treedef.unflatten(leaves)
 
-    def report(self, config: DelayedConfig, numbers: Any, amaxes: Any) -> None:
-        """Merges the amaxes of tensors, given by their numbers, with the amaxes of earlier calls."""
-        with self._lock:
-            if config not in self._amaxes:
-                self._amaxes[config] = np.full(self._count, -np.inf, np.float32)
-            np.maximum.at(self._amaxes[config], np.ravel(numbers).astype(int), np.ravel(amaxes))
-
-    def share(self) -> None:
-        """Merges the amaxes of all processes, because a report may reach one process only."""
-        if jax.process_count() == 1:
-            return
-        own = np.frombuffer(pickle.dumps(self._amaxes), np.uint8)
-        size = np.max(multihost_utils.process_allgather(np.int32(own.size)))
-        for data in multihost_utils.process_allgather(np.pad(own, (0, size - own.size))):
-            for config, amaxes in pickle.loads(data.tobytes()).items():
-                self.report(config, np.arange(self._count), amaxes)
+    def add(self, records: Records) -> None:
+        """Merges what the ops reported for a batch with the amaxes of earlier batches."""
+        for config, rows in records.items():
+            before = self._amaxes.setdefault(config, np.full(self._count, -np.inf, np.float32))
+            np.maximum.at(before, rows[:, 0].astype(int), rows[:, 1])
 
     def names(self, leaf: str, holds: Callable[[np.ndarray], Any], backward: bool) -> list[str]:
         """Returns the paths of the state of tensors that have an amax for which ``holds`` is true.
@@ -214,21 +195,22 @@ class _Amaxes:
 
     def state(self) -> Any:
         """Returns the scaling state after the calibration."""
-        leaves = list(self._leaves)
-        for (i, j), axis, numbers in zip(self._places.pairs, self._places.axes, self._numbers):
-            old = ScalingState(leaves[i], leaves[j])
+        states = self._places.states(self._leaves)
+        for k, (old, numbers) in enumerate(zip(states, self._numbers)):
             # Only calls with different recipes give one tensor several configurations.
             after = [
-                _calibrated(config, axis, old, _put(amaxes[numbers], old.scale))
+                _calibrated(config, old, _put(amaxes[numbers], old.scale))
                 for config, amaxes in self._amaxes.items()
                 if np.any(amaxes[numbers] > -np.inf)
             ]
             if after:
-                leaves[i], leaves[j] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
+                states[k] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
+        leaves = list(self._leaves)
+        self._places.put(leaves, states)
         return self._treedef.unflatten(leaves)
 
 
-_calibrated = jax.jit(calibrated_state, static_argnums=(0, 1))
+_calibrated = jax.jit(calibrated_state, static_argnums=0)
 
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:
@@ -236,20 +218,6 @@ def _put(x: np.ndarray, like: Any) -> jax.Array:
     return jax.device_put(
         x.astype(np.float32), like.sharding if getattr(like, "committed", False) else None
     )
-
-
-_calibrate_lock = threading.Lock()
-_receivers: list[_Amaxes] = []
-"""The amaxes of the calibration that runs now: one or none."""
-
-
-def _report(config: Any, numbers: Any, amaxes: Any) -> None:
-    """Passes the report of an op to the calibration that runs now.
-
-    It is a function of the module, because JAX's caches keep it: a closure would keep the variables alive.
-    """
-    for receiver in _receivers:
-        receiver.report(config, numbers, amaxes)
 
 
 def _is_backward(path: Any) -> bool:

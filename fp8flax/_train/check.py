@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +14,11 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, STATE_LEAF_NAMES
 from fp8flax._core.scaling import is_usable, push_amax
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState
+from fp8flax._core.state.state import ScalingState, kept_state
 from fp8flax._core.state.tree import (
     Places,
     flatten,
-    is_step,
-    kept_along,
-    leaves_of_both,
+    new_leaves,
     path_str,
 )
 
@@ -58,67 +55,53 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
             "The gradient of the scaling state has another structure than the state: "
             f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}. {what_to_do}"
         )
-    if all(map(is_step, jax.tree.leaves(old), jax.tree.leaves(new))):
-        return new
-    paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
-    places = Places.of(paths, old_leaves)
-    olds, news = places.states(old_leaves), places.states(leaves)
-    compared = each_alike(_compared, places.axes, olds, news, loops=True)
-    wrong = [
-        path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_known_false(fits)
-    ]
+    paths, old_leaves, treedef = flatten(old)
+    places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
+    news = places.states(leaves)
+    compared = each_alike(_compared, places.states(old_leaves), news)
+    wrong = [path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_false(fits)]
     if wrong:
         raise ValueError(
             f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step "
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
             f"gradients, or belongs to other variables. {what_to_do}"
         )
-    befores, fit = zip(*compared) if compared else ((), ())
-    afters = each_alike(_kept_or_nan, places.axes, befores, news, fit, in_parts=True, loops=True)
-    for (i, j), after in zip(places.pairs, afters):
-        leaves[i], leaves[j] = after
+    places.put(leaves, each_alike(_after, compared, news, in_parts=True))
     return treedef.unflatten(leaves)
 
 
-def _is_known_false(x: jax.Array) -> bool:
+def _is_false(x: jax.Array) -> bool:
     """Returns whether some element is False; False if this process does not know the values."""
-    if isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated):
-        return False
-    return not np.all(np.asarray(x))
+    return not _is_unknown(x) and not np.all(np.asarray(x))
 
 
-def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingState, jax.Array]:
+def _compared(old: ScalingState, new: ScalingState) -> tuple[ScalingState, jax.Array]:
     """Returns the old state, which a GPU then reads once (see ``each_alike``), and ``_can_follow``."""
-    return old, _can_follow(_with_axis_last(old, axis), _with_axis_last(new, axis))
+    return old, _can_follow(old, new)
 
 
-def _kept_or_nan(old: ScalingState, new: ScalingState, fits: jax.Array, axis: int) -> ScalingState:
-    """Returns the state to keep of one tensor: where ``fits`` is False, the scale is NaN."""
-    kept, fits = kept_along(old, new, axis), jnp.moveaxis(fits, -1, axis)
+def _after(compared: tuple[ScalingState, jax.Array], new: ScalingState) -> ScalingState:
+    """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
+    old, fits = compared
+    kept = kept_state(old, new)
     return ScalingState(
         jnp.where(fits, kept.scale, np.float32(np.nan)),
         jnp.where(fits, kept.amax_history, old.amax_history),
     )
 
 
-def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
-    """Returns a state whose history runs along the last axis."""
-    return ScalingState(*(jnp.moveaxis(x, axis, -1) for x in state))
-
-
 def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
-    """Returns whether one step can make ``new`` of ``old``; see ``checked_next_state``.
+    """Returns whether one step can make ``new`` of ``old``, see ``checked_next_state``.
 
-    Histories have shape ``(..., length)``, the result ``(..., 1)``: stacked layers have one result each.
+    The result has the shape of the scale: stacked layers have one result each.
     """
-    kept = kept_along(old, new, -1)
-    before, after = map(_normal, vary_alike(old.amax_history, kept.amax_history))
+    kept = kept_state(old, new)
+    before, after = vary_alike(_normal(old.amax_history), _normal(kept.amax_history))
     moved = push_amax(after[..., 0], before)
-    histories = before, moved, jnp.maximum(before, moved)
-    is_history = jnp.any(jnp.stack([_all(after == history) for history in histories]), 0)
-    largest = jnp.max(before, -1, keepdims=True)
+    is_history = _all(after == before) | _all(after == moved) | _all(after == jnp.maximum(before, moved))
+    amaxes = jnp.max(before, -1, keepdims=True), before[..., :1]
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
-    is_scale = (kept.scale == old_scale) | _is_scale_of(kept.scale, largest, before[..., :1])
+    is_scale = (kept.scale == old_scale) | _is_scale_of(kept.scale, *amaxes)
     return is_history & is_scale & ~_is_negative(new.scale) & _all(~_is_negative(new.amax_history))
 
 
@@ -211,14 +194,14 @@ def check_state(variables: Any, before: Any = None) -> None:
         )
     problems = [f"{path} is in `before` only: the loop must keep it." for path in old if path not in new]
     unmoved, any_moves = [], not new
-    for path, (state, axis) in new.items():
-        earlier, _ = (None, None) if before is None else old.get(path, (None, None))
+    for path, state in new.items():
+        earlier = old.get(path)
         if before is not None and jax.tree.map(jnp.shape, earlier) != jax.tree.map(jnp.shape, state):
             problems.append(
                 f"{path} is not in `before`, or has another shape there: pass the same variables."
             )
             continue
-        wrong, some_move, all_move = jax.device_get(_inspect(state, earlier, axis))
+        wrong, some_move, all_move = jax.device_get(_inspect(state, earlier))
         problems += [f"{path} {what}" for what, is_wrong in zip(_WRONG, wrong) if is_wrong][:1]
         any_moves |= some_move
         unmoved += [] if all_move else [path]
@@ -239,8 +222,27 @@ def check_state(variables: Any, before: Any = None) -> None:
         )
 
 
-def _states(variables: Any) -> dict[str, tuple[ScalingState, int]]:
-    """Returns the state of each tensor, and the axis of its history, by the path of the history."""
+def damaged_states(variables: Any) -> list[str]:
+    """Returns the paths of the state that no training leaves, see ``check_state``.
+
+    Without the state of the step before, only part of the damage is visible. State that is not known, such
+    as that of ``jax.eval_shape``, does not count.
+    """
+    leaves = jax.tree.leaves(variables)
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(map(_is_unknown, leaves)):
+        return []
+    return [path for path, state in _states(variables).items() if np.any(_inspect(state, None)[0])]
+
+
+def _is_unknown(x: Any) -> bool:
+    """Returns whether this process does not know the value of an array."""
+    if isinstance(x, np.ndarray):
+        return False
+    return isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def _states(variables: Any) -> dict[str, ScalingState]:
+    """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
     paths, leaves, _ = flatten(variables)
     places = Places.of(paths, leaves)
     for i in {i for pair in places.pairs for i in pair}.union(places.others):
@@ -257,8 +259,7 @@ def _states(variables: Any) -> dict[str, tuple[ScalingState, int]]:
                 f"{path_str(paths[i])} of shape {leaves[i].shape} has no scale or history beside it whose "
                 "shape fits. Keep both, and restore both from one checkpoint."
             )
-    keys = (path_str(paths[j]) for _, j in places.pairs)
-    return dict(zip(keys, zip(places.states(leaves), places.axes)))
+    return dict(zip((path_str(paths[j]) for _, j in places.pairs), places.states(leaves)))
 
 
 _WRONG = (
@@ -273,19 +274,17 @@ _WRONG = (
 )
 
 
-@partial(jax.jit, static_argnums=2)
-def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[jax.Array, ...]:
+@jax.jit
+def _inspect(new: ScalingState, old: ScalingState | None) -> tuple[jax.Array, ...]:
     """Returns whether each sentence of ``_WRONG`` is true, and whether some and all histories have moved.
 
     A history has moved if it holds an amax and differs from the one before. A history that holds one amax
     everywhere counts as moved: a step may leave it unchanged.
     """
-    new = _with_axis_last(new, axis)
     scale, history = new
     follows, largest = jnp.ones((), bool), jnp.max(history, -1, keepdims=True)
     moves = largest > 0
     if old is not None:
-        old = _with_axis_last(old, axis)
         follows = _can_follow(old, new)
         moves &= ~_all(history == old.amax_history) | _all(history == largest)
     # The scale follows from the past amaxes. The oldest of them has left the history. It was 0 if the older

@@ -24,7 +24,6 @@ from fp8flax._core.state.tree import (
     leave,
     map_state,
     path_str,
-    remember_step,
 )
 
 
@@ -75,42 +74,36 @@ def value_and_grad(
     single = not isinstance(argnums, Sequence)
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
+    def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
+        """Returns the arguments, with ``f`` of the differentiated ones. JAX reports wrong positions."""
+        here = [range(len(args))[i] for i in positions if -len(args) <= i < len(args)]
+        return [f(arg) if i in here else arg for i, arg in enumerate(args)]
+
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
-        here = _in_bounds(positions, len(args))
-        passed = list(args)
-        for i in here:
-            passed[i] = as_read(args[i])
-        return from_max(fun(*passed, **kwargs))
+        return from_max(fun(*map_differentiated(as_read, args), **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
     jax_value_and_grad = jax.value_and_grad(
         differentiated_fun, positions, has_aux, holomorphic, allow_int=True
     )
 
+    def checked(arg: Any) -> Any:
+        if not allow_int:
+            check_no_train_state(arg)
+            jax.tree_util.tree_map_with_path(_refuse_integers, arg)
+        return arg
+
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
         # without a derivative.
-        here = _in_bounds(positions, len(args))
-        args = tuple(from_max(arg) if i in here else arg for i, arg in enumerate(args))
-        if not allow_int:
-            for i in here:
-                check_no_train_state(args[i])
-                jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
-        entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
+        given = map_differentiated(lambda arg: checked(from_max(arg)), args)
         with differentiating():
-            value, grads = jax_value_and_grad(*entered, **kwargs)
-        grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
-        for i, g in zip(positions, grads):
-            remember_step(args[i], g)
+            value, grads = jax_value_and_grad(*map_differentiated(enter, given), **kwargs)
+        grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
-
-
-def _in_bounds(positions: Sequence[int], num_args: int) -> list[int]:
-    """Returns the positions that are in range, counted from the front. JAX reports the others."""
-    return [range(num_args)[i] for i in positions if -num_args <= i < num_args]
 
 
 def _refuse_integers(path: Any, leaf: Any) -> None:
@@ -157,7 +150,6 @@ def grad(
     Source: signature of ``jax.grad``.
     """
     fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
-
     return without_value(fun_with_value, has_aux)
 
 
@@ -254,68 +246,67 @@ def accumulate(
         )
     num = sizes.pop()
 
+    def loss(entered: Any, carry: Any, microbatch: Any) -> Any:
+        out, carry = from_max(fun(as_read(entered), carry, microbatch))
+        value, aux = out if has_aux else (out, None)
+        # Divided before the backward pass, so that output gradients equal those of one large batch.
+        return value / num, (carry, aux)
+
+    def step(entered: Any, varying: Any) -> Any:
+        total, carry, microbatch = varying
+        loss_and_grad = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+        (value, (carry, aux)), grads = loss_and_grad(entered, carry, microbatch)
+        return (jax.tree.map(_add, total, grads), carry), (value, aux)
+
     # One jitted function also for a caller without jit: otherwise jax_debug_infs would find the -inf that
     # marks missing state.
     @partial(jax.jit, inline=True)
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, from_max(variables))
-        leaves, treedef = jax.tree.flatten(enter(variables))
-        is_state = list(map(is_max_dtype, leaves))
-        # The state is cast to floats, because JAX computes gradients with respect to floats.
-        floats = list(map(to_floats, leaves))
-
-        def as_entered(xs: Sequence[Any]) -> Any:
-            return treedef.unflatten(
-                [of_floats(x.dtype, y) if s else y for x, y, s in zip(leaves, xs, is_state)]
-            )
-
-        def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
-            out, carry = from_max(fun(as_read(as_entered(floats)), carry, microbatch))
-            value, aux = out if has_aux else (out, None)
-            # Divided before the backward pass, so that output gradients equal those of one large batch.
-            return value / num, (carry, aux)
-
-        def step(floats: Any, varying: Any) -> Any:
-            total, carry, microbatch = varying
-            loss_and_grad = jax.value_and_grad(loss, has_aux=True, allow_int=True)
-            (value, (carry, aux)), grads = loss_and_grad(floats, carry, microbatch)
-            return (list(map(_add, total, grads, is_state)), carry), (value, aux)
-
-        total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
-        example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
+        entered = enter(variables)
+        total = jax.tree.map(_empty_sum, entered)
         # Computes what ``_IS_HOISTED`` names once, before the loop.
-        hoisted_step = hoisted(step, floats, example, _IS_HOISTED)
+        example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
+        hoisted_step = hoisted(step, entered, example, _IS_HOISTED)
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: hoisted_step((*before, x)), (total, carry), microbatches
         )
-        grads = leave(variables, as_entered([t.astype(x.dtype) for t, x in zip(total, floats)]))
-        return grads, carry, value, aux
+        return leave(variables, jax.tree.map(_as_cotangent, total, entered)), carry, value, aux
 
     with differentiating():
         grads, carry, value, aux = run(variables, carry, microbatches)
-    grads = jax.tree.map(_cotangent, grads)
-    remember_step(variables, grads)
     value = jnp.sum(value, axis=0)
+    # JAX's gradient of an integer is a float0, which a jitted function cannot return.
+    grads = jax.tree.map(lambda x: x if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0), grads)
     return (value, aux) if has_aux else value, grads, carry
 
 
-def _zeros(leaf: jax.Array) -> jax.Array:
-    """Returns zeros to which the gradients of ``leaf`` are added, in float32 or in a wider dtype."""
-    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+def _is_float(x: jax.Array) -> bool:
+    """Returns whether an array has a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _empty_sum(leaf: jax.Array) -> jax.Array:
+    """Returns the floats to which the gradients of ``leaf`` are added, or merged by maximum if it is state.
+
+    They are in float32 or in a wider dtype.
+    """
+    if is_max_dtype(leaf):
+        return jnp.full_like(to_floats(leaf), -jnp.inf)
+    is_narrow = _is_float(leaf) and leaf.dtype.itemsize < 4
     return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
 
 
-def _add(total: jax.Array, grad: Any, is_state: bool) -> jax.Array:
-    """Returns ``total`` with one more gradient: added, or merged by maximum if it is that of state."""
-    if grad.dtype == jax.dtypes.float0:
-        return total
-    return jnp.maximum(total, grad) if is_state else total + grad.astype(total.dtype)
+def _add(total: jax.Array, grad: Any) -> jax.Array:
+    """Returns ``total`` with one more gradient."""
+    if is_max_dtype(grad):
+        return jnp.maximum(total, to_floats(grad))
+    return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
 
 
-def _cotangent(x: Any) -> Any:
-    """Returns a gradient as JAX does: float0 for an integer, which a jitted function cannot return."""
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact) or is_max_dtype(x)
-    return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
+def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
+    """Returns the sum of all gradients in the dtype of ``leaf``."""
+    return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 
 
 def pmean_gradients(grads: Any, axis_name: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from fp8flax._train.statistics import Statistics
@@ -17,9 +16,8 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
     """Draws underflow, saturation and scale of each tensor over time.
 
     The figure has three maps, with a row for each tensor and a column for each step. Rows have the path of
-    the op and the role of the tensor as names; layers that are stacked have a row each, ``"…/input[3]"``.
-    The 40 tensors are shown that underflow or saturate most at any step. A number that was not measured
-    leaves its place white.
+    the op and the role of the tensor as names. The 40 tensors are shown that underflow or saturate most at
+    any step. A number that was not measured leaves its place white.
 
     Args:
         history: statistics by step, ``{step: result of the function that statistics returned}``.
@@ -83,14 +81,10 @@ def _tensors(history: Any) -> dict[str, dict[int, dict[str, float]]]:
     if not history:
         raise ValueError("history is empty; it must map steps to results of fp8.statistics.")
     tensors: dict[str, dict[int, dict[str, float]]] = {}
-    for step, found in jax.device_get(dict(history)).items():
+    for step, found in history.items():
         for path, roles in found.items():
             for role, numbers in roles.items():
-                for index in np.ndindex(np.shape(numbers["amax"])):
-                    name = f"{path}/{role}{list(index) if index else ''}"
-                    tensors.setdefault(name, {})[step] = {
-                        k: float(np.asarray(x)[index]) for k, x in numbers.items()
-                    }
+                tensors.setdefault(f"{path}/{role}", {})[step] = numbers
     return tensors
 
 

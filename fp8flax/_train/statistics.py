@@ -1,34 +1,38 @@
 """Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
 
 ``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
-numbers (see ``_core.measuring``). Sowing into a collection would not do: every step would measure, the
-backward pass cannot sow, and every ``nn.scan`` would have to name the collection.
+numbers to the host (see ``_core.observe``). Sowing into a collection would not do: every step would
+measure, the backward pass cannot sow, and every ``nn.scan`` would have to name the collection.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.measuring import Numbers, measured, merged_calls
+from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.report_primitive import label_of
+from fp8flax._core.measuring import merged
+from fp8flax._core.mode import Observing, mode
 from fp8flax._core.names import ROLES
+from fp8flax._core.observe import collect
 from fp8flax._core.options import check_function, check_no_train_state
 
-Statistics = dict[str, dict[str, dict[str, jax.Array]]]
-"""Float32 numbers by the path of an op, the role of a tensor, and the name of the number."""
+Statistics = dict[str, dict[str, dict[str, float]]]
+"""Numbers by the path of an op, the role of a tensor, and the name of the number."""
 
 
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
     """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
-    The returned function runs ``fun`` forward and backward, separately from the training step. It computes
-    two of the three GEMMs of each layer, because no gradient of a kernel is needed. It is pure and works
-    with every recipe. It returns seven float32 numbers for each tensor:
+    The returned function runs ``fun`` forward and backward, separately from the training step, and works
+    with every recipe. It compiles once for arguments of equal shapes. Call it outside of ``jax.jit``. It
+    returns seven numbers for each tensor:
 
     * ``underflow``: share of the finite nonzero values whose code is zero, 0 to 1
     * ``saturation``: share of the finite nonzero values that were clipped at the largest FP8 value, 0 to 1
@@ -42,16 +46,14 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
       that are not all zero
     * ``nonfinite``: number of NaN and Inf
 
-    The numbers have leading axes for layers that ``nn.scan`` or ``nn.vmap`` stacked, and for microbatches
-    in a ``lax.scan``. Those of a ``lax.while_loop`` are over all rounds. A tensor enters two GEMMs; if its
-    quantizers differ, as with scales per block, all counts are over both. For an op that is called several
-    times all counts are over all calls. All numbers are NaN if nothing was computed, as in a branch of
-    ``lax.cond`` that was not taken.
+    For an op that is called several times all numbers are over all calls, except for repeated equal ones.
+    Layers that ``nn.scan`` or ``nn.vmap`` stacked have one path, so they count as one op, and so do ops of
+    two models with the same path. A tensor enters two GEMMs; if its quantizers differ, as with scales per
+    block, all counts are over both.
 
-    It works under ``jax.jit`` (without it, each call compiles again), ``jax.vmap`` and sharding, inside of
-    ``jax.shard_map``, and in models of ``quantize_model``. ``fun`` may contain ``nn.scan``, ``nn.remat``,
-    ``lax.scan``, ``lax.cond``, ``lax.while_loop`` and ``lax.stop_gradient``. An op that gets no gradient
-    has no ``output_grad``.
+    ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop``, ``jax.shard_map`` and
+    ``lax.stop_gradient``, and models of ``quantize_model``. A call without a gradient reports no
+    ``output_grad``. In ``jax.shard_map`` each device counts as a call.
 
     Not covered are
 
@@ -59,11 +61,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ``in_qdq`` and ``out_qdq`` on their own
     * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
       their paths
-    * a ``jax.shard_map`` inside of ``fun``
     * layers of one kind in ``nn.jit``, which traces all of them as the first one, and a layer in ``nn.jit``
-      that runs several times; measure the model without ``nn.jit``
-
-    Ops of two models that have the same path count as one.
+      that runs several times
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
@@ -77,35 +76,46 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     Raises:
         TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
             scalar, or its first argument is a whole ``TrainState``.
-        ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` of
-            ``fun``, or ``nn.jit`` runs several layers under one path.
+        ValueError: (when called) no FP8 op was reached, ``nn.jit`` runs several layers under one path, or
+            the call is inside of ``jax.jit``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> model, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 8))
         >>> variables = model.init(jax.random.key(0), x)
-        >>> measure = jax.jit(fp8.statistics(lambda v, x: 1e-9 * jnp.sum(model.apply(v, x))))
+        >>> measure = fp8.statistics(lambda v, x: 1e-9 * jnp.sum(model.apply(v, x)))
         >>> found = measure(variables, x)["Fp8DotGeneralOp_0"]
         >>> found["input"]["underflow"], found["output_grad"]["underflow"]
-        (Array(0., dtype=float32), Array(1., dtype=float32))
+        (0.0, 1.0)
 
     Source: torchao and Transformer Engine, which log some of these.
     """
     check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
 
+    observing = Observing(calibrates=False, key=object())
+
+    @partial(jax.jit, static_argnums=(2, 3))
+    def gradient(variables: Any, arrays: Any, others: Any, treedef: Any) -> Any:
+        args, kwargs = treedef.unflatten([a if b is None else b for a, b in zip(arrays, others)])
+        found = jax.value_and_grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
+        return [
+            x for x in jax.tree.leaves(found) if getattr(x, "dtype", None) not in (None, jax.dtypes.float0)
+        ]
+
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
-
-        def gradient(variables: Any) -> Any:
-            grads = jax.grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
-            grads = grads[0] if has_aux else grads
-            return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
-
-        @partial(jax.jit, inline=True)
-        def run(variables: Any) -> Any:
-            return measured(gradient, variables)[1]
-
-        reported = run(variables)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(variables), *leaves)):
+            raise ValueError(
+                "statistics needs values, and these are traced. Call it outside of jax.jit and of other "
+                "transformations; it compiles fun by itself."
+            )
+        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic | float) for x in leaves]
+        arrays = [x if a else None for a, x in zip(is_array, leaves)]
+        others = tuple(None if a else x for a, x in zip(is_array, leaves))
+        with mode(observing):
+            _refuse_shared_traces(gradient.trace(variables, arrays, others, treedef).jaxpr)
+        reported = collect(observing, gradient, variables, arrays, others, treedef)
         if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
@@ -114,25 +124,46 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
             )
         found: Statistics = {}
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
-            numbers = merged_calls(reported[path, role])
-            found.setdefault("/".join(path), {})[role] = _statistics(numbers)
+            found.setdefault("/".join(path), {})[role] = _statistics(reported[path, role])
         return found
 
     return measure
 
 
-def _statistics(numbers: Numbers) -> dict[str, jax.Array]:
-    count = jnp.maximum(numbers.values, np.float32(1))
-    is_exact = numbers.noise == 0
-    ratio = numbers.signal / jnp.where(is_exact, np.float32(1), numbers.noise)
+def _refuse_shared_traces(program: Any) -> None:
+    """Raises ``ValueError`` if ``nn.jit`` reports several calls under one path.
+
+    It traces equal modules once, under the path of the first.
+    """
+    # ``jax.checkpoint`` repeats the forward pass in equations that have this parameter.
+    in_order = equations(program, looks_into=lambda one: not one.eqn.params.get("differentiated"))
+    jitted = (one.eqn.params for one in in_order if one.eqn.params.get("name") == _NN_JIT)
+    labels = (label_of(one.eqn) for params in jitted for one in equations(params["jaxpr"]))
+    kernels = Counter(label[0] for label in labels if label is not None and label[1] == "kernel")
+    for path, calls in kernels.items():
+        if calls > 1:
+            raise ValueError(
+                f"nn.jit runs several layers, or one layer several times, under the path {'/'.join(path)}: "
+                "it traces equal modules once, under the path of the first. Measure the model without "
+                "nn.jit; its variables are the same."
+            )
+
+
+_NN_JIT = "core_fn"
+"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
+
+
+def _statistics(records: np.ndarray) -> dict[str, float]:
+    """Returns the statistics of a tensor from the numbers of its calls."""
+    numbers = merged(records)
+    count = max(numbers.values, 1)
     found = {
         "underflow": numbers.underflowed / count,
         "saturation": numbers.saturated / count,
-        "sqnr": jnp.where(is_exact, np.float32(np.inf), np.float32(10) * jnp.log10(ratio)),
+        "sqnr": 10 * np.log10(numbers.signal / numbers.noise) if numbers.noise else np.inf,
         "headroom": numbers.headroom,
         "amax": numbers.amax,
         "scale": numbers.scale,
         "nonfinite": numbers.nonfinite,
     }
-    is_measured = numbers.amax >= 0
-    return jax.tree.map(lambda x: jnp.where(is_measured, x, np.float32(np.nan)), found)
+    return {name: float(number) for name, number in found.items()}

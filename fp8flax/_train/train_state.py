@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from fp8flax._core.state.tree import (
     check_state_dtype,
     from_max,
     has_state,
-    key_name,
     map_state,
     merge_by_max,
 )
@@ -263,42 +263,24 @@ class TrainState(flax.training.train_state.TrainState):
 
 
 def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
-    """Returns ``tx.init(optimized)``; raises if the masks or labels of ``tx`` fit all variables instead."""
-    opt_state = error = None
-    try:
-        opt_state = tx.init(optimized)
-        fits = not _leaves_all_out(opt_state)
-    except (KeyError, TypeError, ValueError) as raised:
-        error, fits = raised, False
-    if not fits and optimized is not variables:
-        try:
-            fits = not _takes_params(jax.eval_shape(tx.init, variables))
-        except Exception:
-            # tx does not fit all variables either, so its masks are not the cause.
-            fits = True
-        if not fits:
+    """Returns ``tx.init(optimized)``; raises if the masks or labels of ``tx`` are made for all variables.
+
+    Such masks leave out every parameter, so nothing would be trained.
+    """
+    opt_state = tx.init(optimized)
+    if optimized is not variables and not _has_arrays(opt_state):
+        of_all = None
+        with contextlib.suppress(Exception):  # tx does not fit all variables either
+            of_all = jax.eval_shape(tx.init, {"params": optimized})
+        if _has_arrays(of_all):
             raise ValueError(
                 "The masks or labels in tx are made for the whole dict of variables, but TrainState gives "
                 "the optimizer variables['params'] alone, and keeps the other collections itself. Make "
                 "them for variables['params'], or pass a function of it."
-            ) from error
-    if error is not None:
-        raise error
+            )
     return opt_state
 
 
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
-
-def _leaves_all_out(opt_state: Any) -> bool:
-    """Returns whether the masks of an optimizer leave out every parameter: its state holds scalars only."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_mask)
-    return any(map(_is_mask, leaves)) and not any(np.ndim(leaf) for leaf in leaves if not _is_mask(leaf))
-
-
-def _takes_params(opt_state: Any) -> bool:
-    """Returns whether the state of an optimizer of all variables holds arrays for those in ``params``."""
-    leaves = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_mask)[0]
-    kept = (path for path, leaf in leaves if not _is_mask(leaf) and np.ndim(leaf))
-    return any("params" in map(key_name, path) for path in kept)
+def _has_arrays(opt_state: Any) -> bool:
+    """Returns whether the state of an optimizer holds arrays, such as momenta, and not only counters."""
+    return any(map(np.ndim, jax.tree.leaves(opt_state)))

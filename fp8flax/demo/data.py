@@ -14,15 +14,8 @@ import numpy as np
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-class Corpus(NamedTuple):
-    """Two disjoint streams of bytes, split by file."""
-
-    train: np.ndarray
-    validation: np.ndarray
-
-
-def load_corpus(folder: str | None, length: int) -> Corpus:
-    """Reads the text files under ``folder``; each tenth of them is for validation.
+def load_corpus(folder: str | None, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reads the text files under ``folder`` as bytes: nine of ten files for training, one for validation.
 
     Hidden files, files with a NUL byte and folders of tests are skipped. The folder None stands for the
     modules of Python's standard library. Each stream must hold more than ``length + 1`` bytes.
@@ -37,23 +30,25 @@ def load_corpus(folder: str | None, length: int) -> Corpus:
     train, validation = b"".join(text for i, text in enumerate(texts) if i % 10), b"".join(texts[::10])
     if min(len(train), len(validation)) <= length + 1:
         raise ValueError(f"{root} holds too little text: {len(texts)} text files.")
-    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
+    return np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8)
 
 
-def train_batch(corpus: Corpus, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
+def train_batch(text: np.ndarray, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
     """Returns the windows of one step, int32 of shape ``(batch_size, length + 1)``.
 
     The windows depend on seed and step alone, so both precisions see the same bytes.
     """
-    last = len(corpus.train) - length - 1
+    last = len(text) - length - 1
     starts = np.random.default_rng((seed, step)).integers(0, last, size=batch_size)
-    return np.stack([corpus.train[s : s + length + 1] for s in starts]).astype(np.int32)
+    return np.stack([text[s : s + length + 1] for s in starts]).astype(np.int32)
 
 
-def validation_batches(corpus: Corpus, num_batches: int, batch_size: int, length: int) -> list[np.ndarray]:
+def validation_batches(
+    text: np.ndarray, num_batches: int, batch_size: int, length: int
+) -> list[np.ndarray]:
     """Returns batches of fixed windows, evenly spread over the validation text."""
-    starts = np.linspace(0, len(corpus.validation) - length - 2, num_batches * batch_size).astype(int)
-    windows = np.stack([corpus.validation[s : s + length + 1] for s in starts]).astype(np.int32)
+    starts = np.linspace(0, len(text) - length - 2, num_batches * batch_size).astype(int)
+    windows = np.stack([text[s : s + length + 1] for s in starts]).astype(np.int32)
     return list(windows.reshape(num_batches, batch_size, length + 1))
 
 

@@ -22,7 +22,7 @@ A short run hides most of the gap, because the loss is still far from its end. T
 """
 SMALL_MODEL = """\
 The time is a prediction. It is mostly launches of GPU kernels, because this model is small, and FP8 adds
-{more} launches. Large models gain: see docs/performance.md.
+{more} launches. Large models gain: see docs/recipes.md.
 """
 
 

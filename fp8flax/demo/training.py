@@ -67,7 +67,7 @@ def lm(steps: int | None, recipe: str, folder: str | None) -> Task:
     """Returns the task ``lm``: predicts the next byte of a text at each position."""
     settings = Settings(steps=steps or Settings.steps)
     sizes = (settings.batch_size, settings.length)
-    corpus = load_corpus(folder, settings.length)
+    text, held_out = load_corpus(folder, settings.length)
     model = ByteTransformer(settings.width, settings.num_layers, max_length=settings.length)
     model8 = fp8.quantize_model(model, RECIPES[recipe], include=".*", exclude=WIDE)
 
@@ -78,8 +78,8 @@ def lm(steps: int | None, recipe: str, folder: str | None) -> Task:
         models={"bf16": model, "fp8": model8},
         optimizer=make_optimizer(settings),
         steps=settings.steps,
-        batch=lambda seed, step: examples(train_batch(corpus, seed, step, *sizes)),
-        validation=list(map(examples, validation_batches(corpus, settings.validation_batches, *sizes))),
+        batch=lambda seed, step: examples(train_batch(text, seed, step, *sizes)),
+        validation=list(map(examples, validation_batches(held_out, settings.validation_batches, *sizes))),
     )
 
 

@@ -262,7 +262,9 @@ def test_a_damaged_scale_heals(scale):
     np.testing.assert_array_equal(history, [7.0, 0.0])
 
 
-def test_merging_keeps_the_word_of_the_last_finite_and_of_the_poisoned_use():
+def test_uses_of_one_state_in_fp32_max_grad_merge_by_maximum():
+    """A use of no data, or of a NaN, keeps the old history, which merges with that of the other use."""
+
     def f(scale, history, *xs):
         scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
         return sum(jnp.sum(fp8.in_qdq(F32, E4M3, x, scale, history)) for x in xs)
@@ -273,7 +275,8 @@ def test_merging_keeps_the_word_of_the_last_finite_and_of_the_poisoned_use():
     x, empty, nan = jnp.float32([5.0]), jnp.zeros((0,)), jnp.float32([jnp.nan])
     np.testing.assert_array_equal(history_of(x, 2 * x), [10.0, 2.0])
     np.testing.assert_array_equal(history_of(x, empty), [5.0, 2.0])
-    np.testing.assert_array_equal(history_of(x, nan), [np.inf, 2.0])
+    np.testing.assert_array_equal(history_of(x, nan), [5.0, 2.0])
+    np.testing.assert_array_equal(history_of(nan), [2.0, 1.0])
 
 
 def test_under_debug_nans_and_x64():

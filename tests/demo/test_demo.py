@@ -76,20 +76,21 @@ def without_audit(task, precision):
 
 class TestText:
     def test_split_by_file(self, text):
-        corpus = data.load_corpus(str(text), 16)
-        assert corpus.validation.tobytes().count(b"file 0:") == 20
-        assert corpus.validation.tobytes().count(b"file 10:") == 20
+        train, validation = data.load_corpus(str(text), 16)
+        assert validation.tobytes().count(b"file 0:") == 20
+        assert validation.tobytes().count(b"file 10:") == 20
         sizes = [len((text / f"{i:02}.txt").read_bytes()) for i in range(12)]
-        assert len(corpus.train) == sum(sizes) - sizes[0] - sizes[10]
+        assert len(train) == sum(sizes) - sizes[0] - sizes[10]
 
     def test_the_standard_library(self):
-        corpus = data.load_corpus(None, 128)
-        assert len(corpus.train) > 3e6
-        assert len(corpus.validation) > 3e5
-        assert b"def " in corpus.train.tobytes()
+        train, validation = data.load_corpus(None, 128)
+        assert len(train) > 3e6
+        assert len(validation) > 3e5
+        assert b"def " in train.tobytes()
 
     def test_batches_depend_on_seed_and_step_alone(self, text):
-        batch = partial(data.train_batch, data.load_corpus(str(text), 16), batch_size=4, length=16)
+        train, _ = data.load_corpus(str(text), 16)
+        batch = partial(data.train_batch, train, batch_size=4, length=16)
         first = batch(seed=0, step=5)
         assert first.shape == (4, 17)
         assert first.dtype == np.int32

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+import warnings
 from functools import partial
 
 import flax.core
@@ -420,6 +421,11 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
     fp8.check_state(variables)
     with pytest.raises(ValueError, match="has a scale that does not follow from it"):
         fp8.check_state(average)
+    with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
+        fp8.add_fp8_state(average, model, X)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The scaling state")
+        fp8.add_fp8_state(variables, model, X)
 
 
 class Stack(nn.Module):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import gc
 import warnings
 from functools import partial
 
@@ -19,8 +18,6 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.state import tree
-from fp8flax._train import check
 from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -615,28 +612,6 @@ class TestNoUpdate:
             np.abs(X)
         )
 
-    @pytest.mark.usefixtures("stacking")
-    def test_one_bad_microbatch_counts_for_all(self):
-        variables = trained()
-        bad = X.at[0, 0].set(jnp.nan)
-        grads = jax.jit(fp8.grad(lambda v: mse(v, X) + mse(v, bad)))(variables)
-        expected = gradient(variables, jnp.concatenate([X, bad]))
-        name = ("first", "Fp8DotGeneralOp_0", "input_amax_history")
-        ours, theirs = grads[OWG], expected[OWG]
-        for key in name:
-            ours, theirs = ours[key], theirs[key]
-        np.testing.assert_array_equal(ours, theirs)
-        assert ours[0] != np.max(np.abs(X))
-
-    @pytest.mark.usefixtures("stacking")
-    def test_an_empty_batch(self):
-        variables = trained()
-        grads = jax.jit(fp8.grad(lambda v: jnp.sum(MODEL.apply(v, X[:0]))))(variables)
-        op = grads[OWG]["first"]["Fp8DotGeneralOp_0"]
-        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
-        for role in ("input", "output_grad"):
-            np.testing.assert_array_equal(op[f"{role}_amax_history"], old[f"{role}_amax_history"])
-
 
 OPTIMIZERS = {
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
@@ -1014,64 +989,6 @@ def test_training_in_fp8_keeps_up_with_float32():
         in_fp8, in_float32 = train(Op), train(None)
     assert in_float32[-1] < 0.1 * in_float32[0]
     assert in_fp8[-1] < 0.15 * in_float32[0]
-
-
-def steps_with(change, value, num_steps=3):
-    """Returns the state after each step; ``change`` is applied to each next state."""
-    tx = optax.sgd(0.1)
-    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
-
-    def step(state, x):
-        grads = fp8.grad(mse)(state.params, x)
-        return state.apply_gradients(grads={**grads, OWG: jax.tree.map(change, grads[OWG])})
-
-    jitted, states = jax.jit(step), []
-    for i in range(num_steps):
-        state = jitted(state, (X * 3.0**i).at[0, 0].set(value if i == 1 else 1.0))
-        states.append(state.params)
-    return states
-
-
-@pytest.fixture
-def compared(monkeypatch):
-    """A list that grows at each comparison of a new state with the old one."""
-    calls, compare = [], check._compared
-
-    def counted(*args, axis):
-        calls.append(axis)
-        return compare(*args, axis)
-
-    monkeypatch.setattr(check, "_compared", counted)
-    return calls
-
-
-@pytest.mark.parametrize("value", [1.0, np.nan, 0.0])
-def test_the_state_of_a_step_is_not_checked_again(value, compared):
-    """Gradients that go straight into apply_gradients are not checked; the check would change no value."""
-    straight = steps_with(lambda x: x, value)
-    assert compared == []
-    checked = steps_with(lambda x: x * 1, value)
-    assert compared
-    jax.tree.map(np.testing.assert_array_equal, straight, checked)
-
-
-def test_state_that_was_changed_is_checked(compared):
-    """The step is differentiated at a copy of the state that the train state holds."""
-    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
-
-    def trace(before):
-        def step(state):
-            grads = fp8.grad(lambda v: mse(v, X))(before(state.params))
-            return state.apply_gradients(grads=grads)
-
-        jax.make_jaxpr(step)(state)
-
-    trace(lambda v: v)
-    assert compared == []
-    trace(lambda v: jax.tree.map(lambda x: x * 1, v))
-    assert compared
-    gc.collect()
-    assert not tree._steps
 
 
 @pytest.mark.usefixtures("stacking")

@@ -277,8 +277,12 @@ def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
 
     def product(dtype: Any) -> jax.Array:
+        left, dims = row_major(a.codes), gemm.dims
+        if is_in_pairs := _is_lost(gemm, a, b):
+            left, dims = left.reshape(-1, 2, left.shape[1]), (((2,), (0,)), ((), ()))
         with jax.named_scope(CUBLASLT):
-            return _dot(gemm, row_major(a.codes), row_major(b.codes), precision, dtype)
+            out = _dot(gemm._replace(dims=dims), left, row_major(b.codes), precision, dtype)
+        return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
     is_bfloat16 = gemm.out_dtype == jnp.bfloat16
     if a.scale.ndim or b.scale.ndim:
@@ -295,6 +299,31 @@ def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     # do so (a sum in parts, a scale per element of jax.vmap), it divides in float32, since GPUs have no
     # division in bfloat16. (Seen in compiled programs and checked by tests.)
     return _apart(gemm, product(jnp.bfloat16) / (np.float32(1) / scale).astype(jnp.bfloat16))
+
+
+_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+_MIN_FOR_PAIRS = 256
+"""The smallest M, K and N for which rows are multiplied in pairs. A smaller M, split over many devices,
+could leave a device with a single row, for which XLA cannot compile the algorithm."""
+
+
+def _is_lost(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
+    """Returns whether rows are multiplied in pairs, because XLA would lose the algorithm.
+
+    Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
+    then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
+    """
+    sizes = gemm.sizes(a, b)
+    if gemm.dims != _ROWS_BY_COLUMNS or gemm.out_sharding is not None:
+        return False
+    # Under jax.export a size may be symbolic.
+    is_large = all(isinstance(size, int) and size >= _MIN_FOR_PAIRS for size in sizes)
+    sharding = jax.typeof(a.codes).sharding
+    names = sharding.spec[0] or ()  # the explicit mesh axes that split the rows
+    num_parts = math.prod(
+        sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)
+    )
+    return is_large and sizes[0] % (2 * num_parts) == 0
 
 
 def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:

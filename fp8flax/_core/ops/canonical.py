@@ -60,15 +60,10 @@ class Layout(NamedTuple):
         """
         if sharding is None:
             return None
-        names = [sharding.spec[i] for i in self.order]
-        if len(self.canonical) > len(names) > 1:  # rows in pairs
-            spec = [names[0], None, *names[1:]]
-        else:
-            same = itertools.takewhile(
-                lambda each: each[1] == each[2], zip(names, self.permuted, self.canonical)
-            )
-            spec = [name for name, *_ in same]
-        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        same = itertools.takewhile(
+            lambda each: each[1] == each[2], zip(self.order, self.permuted, self.canonical)
+        )
+        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i, *_ in same)))
 
 
 def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
@@ -120,13 +115,8 @@ class Canonical(NamedTuple):
         return {name: ((a.contract, b.contract), batch) for name, (a, b) in pairs.items()}
 
 
-_MIN_FOR_PAIRS = 256
-"""The smallest M, K and N for which rows are put in pairs. A smaller M, split over many devices, could
-leave a device with a single row, for which XLA cannot compile the algorithm."""
-
-
 def canonical(
-    lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int], num_parts: int
+    lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int]
 ) -> Canonical:
     """Returns the canonical form of ``lax.dot_general(lhs, rhs, dimension_numbers)``.
 
@@ -136,7 +126,6 @@ def canonical(
         dimension_numbers: which of their dimensions are contracted and batched.
         blocks: the sizes of blocks that share a scale. M or N is merged to one dimension if its last
             dimension is not a multiple of all of them.
-        num_parts: into how many parts explicit mesh axes split the first dimension of the input.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     num_batch, batch = len(lhs_batch), tuple(lhs[i] for i in lhs_batch)
@@ -148,14 +137,6 @@ def canonical(
     rows = _whole_blocks(tuple(lhs[i] for i in lhs_free), blocks)
     columns = _whole_blocks(tuple(rhs[i] for i in rhs_free), blocks)
     depth = math.prod(lhs[i] for i in lhs_contract)
-    # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
-    # then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
-    if not (blocks or num_batch) and len(rows) == len(columns) == 1:
-        sizes = rows[0], depth, columns[0]
-        # Under jax.export a size may be symbolic.
-        is_large = all(isinstance(n, int) and n >= _MIN_FOR_PAIRS for n in sizes)
-        if is_large and rows[0] % (2 * num_parts) == 0:
-            rows = (rows[0] // 2, 2)
     return Canonical(
         Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, depth)),
         Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, depth, *columns)),

@@ -145,6 +145,14 @@ class Contraction:
         """Returns the product of wide operands without FP8, as JAX computes it."""
         raise NotImplementedError
 
+    def stored(self, kernel: QTensor) -> QTensor:
+        """Returns a canonical kernel as a frozen model stores it."""
+        raise NotImplementedError
+
+    def restored(self, kernel: QTensor) -> QTensor:
+        """Returns a stored kernel in canonical form."""
+        raise NotImplementedError
+
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         """Returns the ``delayed_amax`` of a canonical tensor; for a stack, one for each of its elements."""
         del extra

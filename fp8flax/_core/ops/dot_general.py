@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -109,8 +110,7 @@ class DotContraction(Contraction):
         """The canonical form of the contraction."""
         quantizers = [q for q in self.recipe.quantizers if q is not None]
         blocks = {n for q in quantizers if isinstance(q, BlockQuantizer) for n in q.block}
-        shapes, num_parts = (self.lhs.shape, self.rhs.shape), _num_parts(self.lhs.sharding)
-        return canonical(*shapes, self.dimension_numbers, sorted(blocks), num_parts)
+        return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
 
     @property
     def is_automatic(self) -> bool:
@@ -145,6 +145,40 @@ class DotContraction(Contraction):
     def _layout(self, role: str) -> Layout:
         return self.form.x if role == "input" else self.form.kernel
 
+    def stored(self, kernel: QTensor) -> QTensor:
+        """Returns a canonical kernel as a frozen model stores it, with codes in the shape of the kernel.
+
+        The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
+        scales per block the shape ``(batch, output blocks, contracted blocks)``.
+        """
+        scale, dims, layout = kernel.scale, self.dims["kernel"][0], self.form.kernel
+        if kernel.block:
+            batch, depth = scale.shape[: dims.num_batch], scale.shape[dims.num_batch]
+            scale = lax.transpose(scale, dims.in_order).reshape(math.prod(batch), -1, depth)
+        elif scale.ndim:
+            (_, contract), _ = self.dimension_numbers
+            sizes = [1 if i in contract else layout.shape[i] for i in layout.order]
+            scale = lax.transpose(scale.reshape(sizes), np.argsort(layout.order))
+        return QTensor(layout.back(kernel.codes), scale, kernel.quantizer)
+
+    def restored(self, kernel: QTensor) -> QTensor:
+        """Returns a stored kernel in canonical form."""
+        scale, quantizer, dims = kernel.scale, kernel.quantizer, self.dims["kernel"][0]
+        # Codes in another dtype would give the same values, and run wide.
+        assert kernel.codes.dtype == quantizer.dtype
+        codes = self.form.kernel.to(kernel.codes)
+        block: tuple[int, ...] = ()
+        if isinstance(quantizer, BlockQuantizer):
+            block = quantizer.block_of(dims)
+            counts = [-(-size // width) for size, width in zip(codes.shape, block)]
+            scale = scale.reshape([counts[i] for i in dims.in_order])
+            scale = lax.transpose(scale, np.argsort(dims.in_order))
+        elif scale.ndim:
+            scale = lax.transpose(scale, self.form.kernel.order)
+            sizes = [1 if i in dims.contract else size for i, size in enumerate(codes.shape)]
+            scale = scale.reshape(sizes)
+        return QTensor(codes, scale, quantizer, block)
+
     def product(self, name: str, a: Any, b: Any, extra: Extra = ()) -> jax.Array:
         del extra
         gemm, order = self.gemm(name, self.form.products[name]), self.form.kernel.order
@@ -161,13 +195,6 @@ class DotContraction(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)
-
-
-def _num_parts(sharding: Any) -> int:
-    """Returns into how many parts the first dimension of an array is split on explicit mesh axes."""
-    names = sharding.spec[0] if sharding is not None and sharding.spec else None
-    names = (names,) if isinstance(names, str) else names or ()
-    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:

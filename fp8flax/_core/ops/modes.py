@@ -13,12 +13,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.measuring import Numbers, merged_calls, numbers_of
-from fp8flax._core.mode import Observing, is_calibrating, mode
-from fp8flax._core.names import KEPT_WIDE
-from fp8flax._core.observe import observed, report_amax, report_cotangent
+from fp8flax._core.measuring import Numbers, numbers_of
+from fp8flax._core.mode import is_calibrating, mode
+from fp8flax._core.names import KEPT_WIDE, ROLES
+from fp8flax._core.observe import Tensor, number_of, observed, on_cotangent
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
@@ -89,15 +88,15 @@ def run(
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
         return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
+    scales = step_scales(plan.configs, checked)
     if is_calibrating():
-        return _observed(lambda x, w: _wide(plan, x, w, extra), plan, lhs, rhs, extra, checked)
+        tensors = _tensors(plan, checked, scales)
+        return observed(lambda x, w: _wide(plan, x, w, extra), tensors, lhs, rhs, *extra)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
-    scales = step_scales(plan.configs, checked)
-
     if mode.value is not None:
         product = lambda *operands: compute(plan, operands, extra, scales)  # noqa: E731
-        return _observed(product, plan, lhs, rhs, extra, scales)
+        return observed(product, _tensors(plan, checked, scales), lhs, rhs, *extra)
     return compute(plan, (lhs, rhs), extra, scales)
 
 
@@ -152,11 +151,11 @@ def _run_qdq(
     out = plan.wide(lhs, rhs, extra)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.configs["output_grad"], out, scales["output_grad"])
-    return observed(partial(_cast_output_grad, plan), out, (), innermost_only=True)
+    return on_cotangent(partial(_cast_output_grad, plan), out, (), innermost_only=True)
 
 
 def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
-    """Observer of the result: casts the output gradient to FP8 and back, without delayed scaling."""
+    """Casts the output gradient to FP8 and back, without delayed scaling."""
     quantizer, _ = plan.recipe.of_role("output_grad")
     return quantized_and_back(quantizer, inf_to_nan(g), plan.dims["output_grad"][0], None), args
 
@@ -176,8 +175,6 @@ class _Fixed(NamedTuple):
 def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
-    The scales are those of the kernel in canonical form.
-
     Args:
         plan: the plan of the op; its recipe must quantize the kernel in the forward product.
         kernel: the kernel, a wide float.
@@ -186,8 +183,8 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     quantizer, _ = plan.recipe.of_role("kernel")
 
     def pack(kernel: jax.Array) -> QTensor:
-        made = quantized(quantizer, plan.canonical("kernel", kernel, ()), plan.dims["kernel"][0], scale)
-        return QTensor(plan.original("kernel", made.codes), made.scale, quantizer)
+        x = plan.canonical("kernel", kernel, ())
+        return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
 
     sharding = explicit_sharding(kernel)
     if sharding is None:
@@ -198,15 +195,6 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel)
 
 
-def _unpacked(plan: Contraction, stored: QTensor) -> QTensor:
-    """Returns a stored kernel in canonical form."""
-    quantizer, (dims, _) = stored.quantizer, plan.dims["kernel"]
-    block = quantizer.block_of(dims) if quantizer.scales_along_contraction else ()
-    # Codes in another dtype would give the same values, and run wide.
-    assert stored.codes.dtype == quantizer.dtype
-    return QTensor(plan.canonical("kernel", stored.codes, ()), stored.scale, quantizer, block)
-
-
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -215,7 +203,7 @@ def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fix
     """Returns the forward product of quantized operands; states do not change."""
 
     def product(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
-        stored = None if fixed.kernel is None else _unpacked(plan, fixed.kernel)
+        stored = None if fixed.kernel is None else plan.restored(fixed.kernel)
         return quantized_product(plan, lhs, rhs, extra, fixed.scales, stored)
 
     return on_automatic_axes(plan, product, plan.out_sharding)(lhs, rhs, extra, fixed)
@@ -224,7 +212,7 @@ def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fix
 def _values(plan: Contraction, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the values of a quantized operand, wide and in its own shape."""
     if role == "kernel" and fixed.kernel is not None:
-        return plan.original(role, _unpacked(plan, fixed.kernel).dequantize(plan.rhs.dtype))
+        return plan.original(role, plan.restored(fixed.kernel).dequantize(plan.rhs.dtype))
     (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
     x = plan.canonical(role, x, extra)
     return plan.original(role, quantized_and_back(quantizer, x, dims, fixed.scales.get(role)))
@@ -267,83 +255,39 @@ def _frozen_qdq(
 # Observing.
 
 
-def _observed(
-    multiply: Callable[[jax.Array, jax.Array], jax.Array],
-    plan: Contraction,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    extra: Extra,
-    given: Mapping[str, Any],
-) -> jax.Array:
-    """Returns the product of the operands, and reports its three tensors to the observer.
-
-    Args:
-        multiply: computes the product.
-        plan: the contraction.
-        lhs: the input.
-        rhs: the kernel.
-        extra: the further arrays of the op.
-        given: what the report of a tensor needs, by role: its state for ``calibrate``, its scale for
-            ``statistics``.
-    """
-    observing = mode.value
-    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
-    with mode(None):
-        lhs = _reported(plan, observing, "input", lhs, extra, given.get("input"))
-        rhs = _reported(plan, observing, "kernel", rhs, extra, given.get("kernel"))
-        out = multiply(lhs, rhs)
-        if not observing.backward:
-            return out
-        observer = partial(_report_output_grad, plan, observing)
-        return observed(observer, out, (extra, given.get("output_grad")))
+def _tensors(plan: Contraction, states: Mapping[str, Any], scales: Scales) -> dict[str, Tensor]:
+    """Returns the tensors that a product quantizes, by role, as ``observed`` needs them."""
+    return {
+        role: Tensor(
+            partial(_amax_of_role, role, plan),
+            partial(_measure_role, role, plan),
+            plan.configs.get(role),
+            scales.get(role),
+            number_of(states[role]) if role in states else None,
+        )
+        for role in ROLES
+        if any(plan.recipe.of_role(role))
+    }
 
 
-def _report_output_grad(plan: Contraction, observing: Observing, g: jax.Array, args: Any) -> Any:
-    """Observer of the result: returns the output gradient, and reports it."""
-    _, given = args
-    if observing.amaxes_to is not None and given is not None:
-        amax_of = partial(_amax_of_role, "output_grad", plan)
-        return report_cotangent(observing, plan.configs["output_grad"], amax_of, g, args)
-    extra, scale = args
-    return _reported(plan, observing, "output_grad", g, extra, scale), (None, None)
-
-
-def _reported(
-    plan: Contraction, observing: Observing, role: str, x: jax.Array, extra: Extra, given: Any
-) -> jax.Array:
-    """Returns ``x`` unchanged, and reports it, if a product quantizes it."""
-    if observing.amaxes_to is not None:
-        if given is None:
-            return x
-        return report_amax(observing, plan.configs[role], x, _amax_of_role(role, plan, x, extra), given)
-    if not any(plan.recipe.of_role(role)):
-        return x
-    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None)(x, extra, given)
-    return with_report(x, numbers, (observing.path, role))
-
-
-def _amax_of_role(role: str, plan: Contraction, x: jax.Array, extra: Extra) -> jax.Array:
+def _amax_of_role(role: str, plan: Contraction, x: jax.Array, *extra: jax.Array) -> jax.Array:
     """Returns the amax of a tensor, or the amaxes of a stack."""
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
 
 
-def _numbers_of_role(
-    role: str, plan: Contraction, x: jax.Array, extra: Extra, scale: jax.Array | None
-) -> Numbers:
-    """Measures the quantization error of a tensor under each of its quantizers, and merges the results.
+def _measure_role(
+    role: str, plan: Contraction, x: jax.Array, scale: jax.Array | None, *extra: jax.Array
+) -> list[jax.Array]:
+    """Returns the records of a tensor under each of its quantizers, at least one of which is not None."""
 
-    At least one of the two quantizers is not None.
-    """
-    x, scale = lax.stop_gradient((x, scale))
-    x = plan.canonical(role, x, extra)
-    uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
-    first, second = (quantizer for quantizer, _ in uses)
-    if first == second and first is not None and first.serves_both:
-        uses = uses[:1]
-    found = []
-    for quantizer, dims in uses:
-        if quantizer is not None:
-            found.append(numbers_of(quantizer, dims, x, scale))
-    # ``nonfinite`` counts elements of the tensor; the other counts are per cast. So it must not be added
-    # up over the two quantizers.
-    return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
+    def records(plan: Contraction, x: jax.Array, extra: Extra, scale: jax.Array | None) -> list[jax.Array]:
+        x = plan.canonical(role, x, extra)
+        first, second = uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
+        if first[0] is not None and first[0] == second[0] and first[0].serves_both:
+            uses = uses[:1]
+        return [numbers_of(quantizer, dims, x, scale) for quantizer, dims in uses if quantizer is not None]
+
+    first, *rest = on_automatic_axes(plan, records, None)(x, extra, scale)
+    # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
+    place = Numbers._fields.index("nonfinite")
+    return [first, *(record.at[..., place].set(0) for record in rest)]

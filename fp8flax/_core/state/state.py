@@ -1,16 +1,11 @@
 """The delayed-scaling state of one tensor: how to compute the scale of a step, and the next state.
 
 A step derives its scale from the amaxes of earlier steps. Then the amax of this step enters the history.
-``step_scales`` returns the scales to an op. In the backward pass the op returns the amaxes as the
-"gradients" of the scales. From these ``step_scales`` computes the next states, as the "gradients" of the
-states.
 
-A state has one of three forms. The form decides what JAX does with the "gradients" of several uses:
-
-* float32, under plain ``jax.grad``: JAX adds them up, so the state must be used once.
-* ``fp32_max_grad``, after a cast: JAX merges them by maximum. They are checked after the last use.
-* A digest in the place of the scale, after ``tree.enter``: JAX merges them by maximum. The next states of
-  all tensors are then computed together.
+Inside of a gradient, a ``Digest`` takes the place of the scale. It holds the scale of this step. Its
+cotangent holds the scale that was used and the amax of this step, and JAX merges the cotangents of several
+uses by maximum. ``tree.enter`` makes the digests of all tensors of a model together. An op that gets a
+state without a digest makes one by itself. The "gradient" of a state is always its ``next_state``.
 
 One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
 the history and the amax then have leading dimensions, and each tensor has its own scale.
@@ -18,8 +13,7 @@ the history and the amax then have leading dimensions, and each tensor has its o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,13 +24,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.max_dtype import (
-    DIGEST_SIZE,
     digested,
     from_max_dtype,
     is_digest,
     is_max_dtype,
     to_digest,
-    to_max_dtype,
+    to_floats,
 )
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
@@ -48,8 +41,7 @@ from fp8flax._core.scaling import (
     push_amax,
     scale_exponent,
 )
-from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.tracing import traced_once
+from fp8flax._core.shapes import Float32, Shaped
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
 
@@ -83,10 +75,6 @@ class DelayedConfig(NamedTuple):
     power_2: bool = False
 
 
-USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
-"""The options of ``DelayedScaling()``, first for e4m3fn, then for e5m2."""
-
-
 def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
     """Returns the static options of a quantizer with delayed scaling."""
     return DelayedConfig(
@@ -99,58 +87,39 @@ def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
 
 
 class Digest(NamedTuple):
-    """Five numbers per tensor that determine its scale of this step; each has the shape of the old scale.
+    """Three numbers that take the place of a scale; each has the shape of the scale.
 
-    Digests save a GPU from starting several small kernels for each tensor. ``fp8flax.value_and_grad`` knows
-    the states of all tensors. It computes all digests together (``state.batching.each_alike``), and puts
-    them in the place of the scales, as arrays of ``digest_dtype``.
-
-    In the backward pass the first number of a digest's cotangent is the scale of this step, and the second
-    number is the amax of this step. From them ``value_and_grad`` computes all next states together.
+    The digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
+    kernels (``batching.each_alike``). An op with other options reads the history.
     """
 
     scale: jax.Array
-    """The old scale."""
-    largest: jax.Array
-    """The largest amax of the history."""
-    newest: jax.Array
-    """The newest amax of the history."""
+    """The old scale. In the cotangent of a digest: the scale of this step."""
     e4m3fn: jax.Array
-    """The scale of this step for the options ``USUAL[0]``."""
+    """The scale of this step in e4m3fn. In the cotangent of a digest: the amax of this step."""
     e5m2: jax.Array
-    """The scale of this step for the options ``USUAL[1]``. For all other options ``scale_of`` computes the
-    scale from the first three numbers."""
+    """The scale of this step in e5m2. In the cotangent of a digest: zero."""
 
 
-def digest_of(state: ScalingState, axis: int) -> Digest:
-    """Returns the digest of a float32 state whose history runs along ``axis``.
-
-    Each number has the shape of the history, with size 1 along ``axis``.
-    """
-    history = state.amax_history
-    axis %= history.ndim
-    largest = jnp.max(history, axis, keepdims=True)
-    newest = lax.slice_in_dim(history, 0, 1, axis=axis)
-    usual = (scale_from(state.scale, largest, newest) for scale_from in _USUAL_SCALES)
-    return Digest(state.scale, largest, newest, *usual)
+_IN_DIGEST = [DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2)]
+"""The options for which a digest holds the scale, in its order."""
 
 
-def _largest_amaxes(histories: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the largest amax of each history.
-
-    All histories have one shape, and run along their last axis. The results do not have this axis. One
-    reduction reads all histories: a GPU starts one kernel.
-    """
-    start = [np.float32(0)] * len(histories)
-    found: Sequence[jax.Array] = lax.reduce(list(histories), start, _largest, (histories[0].ndim - 1,))
-    return found
+def digest_of(state: ScalingState) -> Digest:
+    """Returns the digest of a float32 state."""
+    largest = jnp.max(state.amax_history, -1, keepdims=True)
+    return Digest(state.scale, *(_scale_from(config, state.scale, largest) for config in _IN_DIGEST))
 
 
-# JAX's caches compare functions by identity. If ``_largest_amaxes`` defined this function at each call, JAX
-# would compile it at each call outside of jit.
-def _largest(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the elementwise maximum of two lists; the reducer of ``_largest_amaxes``."""
-    return [lax.max(x, y) for x, y in zip(xs, ys)]
+@partial(jax.jit, static_argnums=0)
+def _scale_from(config: DelayedConfig, scale: jax.Array, amax: jax.Array) -> jax.Array:
+    """Returns the scale of this step, from the old scale and the amax of earlier steps."""
+    new_scale = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
+    if config.power_2:
+        rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
+        new_scale = jnp.where(is_usable(amax), rounded, new_scale)
+    # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
+    return jnp.where(scale == scale, new_scale, scale)
 
 
 def scale_of(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "*stack"]:
@@ -163,54 +132,20 @@ def scale_of(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "
     Returns:
         The scale, shape ``(...)``. It has no derivative of any order.
     """
-    return scales_of({"": config}, {"": state})[""]
+    shape = state.amax_history.shape[:-1]
+    if is_digest(state.scale) and config in _IN_DIGEST:
+        return digested(state.scale)[1 + _IN_DIGEST.index(config)].reshape(shape)
+    old = lax.stop_gradient(from_max_dtype(state.scale)).reshape(shape)
+    history = lax.stop_gradient(from_max_dtype(state.amax_history))
+    takes_newest = config.amax_compute_algo == "most_recent"
+    return _scale_from(config, old, history[..., 0] if takes_newest else jnp.max(history, -1))
 
 
 def scales_of(
     configs: Mapping[str, DelayedConfig], states: Mapping[str, ScalingState]
 ) -> dict[str, jax.Array]:
-    """Returns the scale of this step for several tensors, by name; see ``scale_of``.
-
-    If a state has no digest, its history is read here. Histories of one shape are read by one reduction.
-    """
-    scales: dict[str, jax.Array] = {}
-    names_of_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, config in configs.items():
-        shape = states[name].amax_history.shape
-        if is_digest(states[name].scale):
-            digest = Digest(*(number.reshape(shape[:-1]) for number in digested(states[name].scale)))
-            usual = dict(zip(USUAL, (digest.e4m3fn, digest.e5m2)))
-            scales[name] = usual[config] if config in usual else _scale_from(config, *digest[:3])
-        else:
-            names_of_shape[shape].append(name)
-    for shape, names in names_of_shape.items():
-        histories = [_constant(states[name].amax_history) for name in names]
-        for name, history, largest in zip(names, histories, _largest_amaxes(histories)):
-            old = _constant(states[name].scale).reshape(shape[:-1])
-            scales[name] = _scale_from(configs[name], old, largest, history[..., 0])
-    return scales
-
-
-def _constant(x: jax.Array) -> jax.Array:
-    """Returns a leaf of the scaling state in float32, without a derivative."""
-    return lax.stop_gradient(from_max_dtype(x))
-
-
-def _scale_from(
-    config: DelayedConfig, scale: jax.Array, largest: jax.Array, newest: jax.Array
-) -> jax.Array:
-    """Returns the scale of this step, computed from the first three numbers of a digest."""
-    amax = newest if config.amax_compute_algo == "most_recent" else largest
-    new_scale = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
-    if config.power_2:
-        rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
-        new_scale = jnp.where(is_usable(amax), rounded, new_scale)
-    # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
-    return jnp.where(scale == scale, new_scale, scale)
-
-
-# Constants, because JAX's caches compare functions by identity.
-_USUAL_SCALES = [jax.jit(partial(_scale_from, config)) for config in USUAL]
+    """Returns the scale of this step for several tensors, by name; see ``scale_of``."""
+    return {name: scale_of(config, states[name]) for name, config in configs.items()}
 
 
 def named_scaling(numbers: Any) -> Any:
@@ -231,52 +166,94 @@ def step_scales(
         configs: the options of the cast of each tensor.
         states: the state of each tensor.
     """
-    return _step_scales(tuple(configs.items()), {name: states[name] for name in configs}) if configs else {}
+    if not configs:
+        return {}
+    digests = {name: _digest_in(states[name]) for name in configs}
+    # ``jax.checkpoint`` keeps the arguments of the function: histories that it does not read are left out.
+    histories = {
+        name: lax.stop_gradient(from_max_dtype(states[name].amax_history))
+        for name, config in configs.items()
+        if config not in _IN_DIGEST
+    }
+    return _step_scales(tuple(configs.items()), digests, histories)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-@traced_once
-def _step_scales(
-    configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
+def _digest_in(state: ScalingState) -> jax.Array:
+    """Returns the digest of a state; makes one if the state has none."""
+    if is_digest(state.scale):
+        return state.scale
+    scale, history = map(to_floats, state)
+    return _made_digest(ScalingState(scale.reshape(*history.shape[:-1], 1), history))
+
+
+# The backward rule computes no derivative: the cotangent of a state is its next value.
+@jax.custom_vjp
+def _made_digest(state: ScalingState) -> jax.Array:
+    """Returns the digest of a float32 state, as an array whose cotangents merge by maximum."""
+    return to_digest(*digest_of(state))
+
+
+def _made_digest_bwd(state: ScalingState, g: jax.Array) -> tuple[ScalingState]:
+    """Returns the next state."""
+    scale, amax = digested(g, 2)
+    return (next_state(state, scale, amax),)
+
+
+_made_digest.defvjp(lambda state: (_made_digest(state), state), _made_digest_bwd)
+
+Configs = tuple[tuple[str, DelayedConfig], ...]
+
+
+@partial(jax.jit, static_argnums=0)
+def _read_scales(
+    configs: Configs, digests: dict[str, jax.Array], histories: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Returns ``scales_of``; see ``step_scales``."""
-    return scales_of(dict(configs), states)
+    """Returns the scales of this step, from the digests and from the histories that they need."""
+    # Without a history, the digest gives the shape of the scale.
+    states = {name: ScalingState(x, histories.get(name, x)) for name, x in digests.items()}
+    return named_scaling(scales_of(dict(configs), states))
 
 
-@traced_once
-def _step_scales_fwd(
-    configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
-) -> tuple[dict[str, jax.Array], Any]:
-    """Returns the scales, and the residuals: the scales, and each state that ``next_state`` needs."""
-    scales = named_scaling(scales_of(dict(configs), states))
-    return scales, (scales, {n: None if is_digest(state.scale) else state for n, state in states.items()})
+_step_scales = jax.custom_vjp(_read_scales, nondiff_argnums=(0,))
 
 
-@traced_once
-def _step_scales_bwd(
-    configs: tuple[tuple[str, DelayedConfig], ...], residuals: Any, amaxes: dict[str, jax.Array]
-) -> tuple[dict[str, ScalingState]]:
-    """Returns the next states."""
-    scales, states = residuals
-    return ({name: next_state(amaxes[name], scales[name], states[name]) for name, _ in configs},)
+def _step_scales_fwd(configs: Configs, *states: Any) -> tuple[dict[str, jax.Array], Any]:
+    """Returns the scales, also as residuals."""
+    scales = _read_scales(configs, *states)
+    return scales, scales
+
+
+@partial(jax.jit, static_argnums=0)
+def _step_scales_bwd(configs: Configs, scales: dict[str, jax.Array], amaxes: dict[str, jax.Array]) -> Any:
+    """Returns the cotangents of the digests, each with the scale and the amax of this step."""
+    del configs
+    numbers = {name: (scales[name], amaxes[name], jnp.zeros_like(scales[name])) for name in scales}
+    return {name: to_digest(*(x[..., None] for x in each)) for name, each in numbers.items()}, None
 
 
 _step_scales.defvjp(_step_scales_fwd, _step_scales_bwd)
 
 
-def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> ScalingState:
-    """Returns the state after a step: the new state where it is valid, and the old state elsewhere.
-
-    A new scale that is not positive and finite means that no gradient arrived: the old state is kept. An
-    amax that is not finite means that the data held a NaN or an Inf, or were empty: the old history is
-    kept. For stacked tensors each tensor is checked separately.
+def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
+    """Returns the state after a step: the scale of the step, and the history with its amax.
 
     Args:
         old: the state before the step, float32.
-        new: the state that the step produced, of the same shapes.
-        newest: the amax of the step. It broadcasts with scale and history.
+        scale: the scale of the step, of the shape of the old scale. If it is not positive and finite, no
+            gradient arrived: the old state is kept.
+        amax: the amax of the step, of the same shape. If it is not finite, the data held a NaN or an Inf,
+            or were empty: the old history is kept.
+    """
+    return kept_state(old, ScalingState(scale, push_amax(amax[..., 0], old.amax_history)))
+
+
+def kept_state(old: ScalingState, new: ScalingState) -> ScalingState:
+    """Returns ``new`` where it is valid, and ``old`` elsewhere; see ``next_state``.
+
+    Each of several stacked tensors is checked by itself.
     """
     has_gradient = lax.is_finite(new.scale) & (new.scale > 0)
+    newest = new.amax_history[..., :1]
     enters = has_gradient & lax.is_finite(newest) & (newest >= 0)
     return ScalingState(
         jnp.where(has_gradient, new.scale, old.scale),
@@ -284,76 +261,8 @@ def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> Scali
     )
 
 
-def next_state(
-    amax: Float[jax.Array, "*stack"],
-    new_scale: Float32[jax.Array, "*scale"],
-    state: ScalingState | None,
-) -> ScalingState:
-    """Returns the cotangents of scale and history: the next state, or what it is computed from.
-
-    If a state is used several times, JAX combines its cotangents. So the result depends on the state:
-
-    * A float32 state: the cotangents are the next state, checked by ``kept_state``. JAX adds them up, so
-      the state must be used once.
-    * A state in ``fp32_max_grad``: the cotangents are the new scale and history, which JAX merges by
-      maximum. ``kept_state`` checks them after the merge.
-    * A state with a digest, passed as None: the cotangent of the digest holds the new scale and the amax,
-      which JAX merges by maximum. The next state is computed from them at the end of the gradient.
-
-    Args:
-        amax: the amax of this step, of shape ``(...)``, after ``merge_amax``. An amax of inf marks a NaN or
-            an Inf in the data, and wins every merge. An amax of -inf marks empty data, and loses.
-        new_scale: the scale of this step, float32, with as many elements as ``amax``.
-        state: the state before this step, with a history of shape ``(..., length)``; None if it has a
-            digest. The history then has no cotangent.
-    """
-    if state is None:
-        return _cotangent_of_digest(amax, new_scale)
-    if is_max_dtype(state.scale):
-        return _merging_state(amax, new_scale, state)
-    return _float32_state(amax, new_scale, state)
-
-
-def _float32_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
-    """Returns the next state of a float32 state."""
-    new_scale, history = new_scale.reshape(state.scale.shape), state.amax_history
-    pushed = ScalingState(new_scale, push_amax(amax, history))
-    # ``scale_of`` returns only positive, finite scales, so the new scale is always kept. The old scale is
-    # not read, because a GPU would need further kernels for it.
-    return kept_state(ScalingState(new_scale, history), pushed, amax[..., None])
-
-
-def _merging_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
-    """Returns the cotangents of a state in ``fp32_max_grad``: the new scale and history, unchecked."""
-    pushed = push_amax(amax, from_max_dtype(state.amax_history))
-    # Every entry of the history must lose the merge by maximum if the data were empty.
-    pushed = jnp.where((amax == -jnp.inf)[..., None], -jnp.inf, pushed)
-    return ScalingState(to_max_dtype(new_scale.reshape(state.scale.shape)), to_max_dtype(pushed))
-
-
-def _cotangent_of_digest(amax: jax.Array, new_scale: jax.Array) -> ScalingState:
-    """Returns the cotangent of a digest, which holds the new scale and the amax; None for the history."""
-    numbers = new_scale.reshape(amax.shape), amax
-    unused = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
-    return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *unused))), None)  # type: ignore
-
-
-def state_after(old: ScalingState, numbers: tuple[jax.Array, jax.Array], axis: int) -> ScalingState:
-    """Returns the state after a step in which the state had a digest.
-
-    Args:
-        old: the state before the step, float32.
-        numbers: the scale and the amax of the step, from the cotangent of the digest. Each has the shape of
-            the scale in ``old``.
-        axis: the axis of the history that holds the past amaxes.
-    """
-    new_scale, amax = numbers
-    moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
-    return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
-
-
 def calibrated_state(
-    config: DelayedConfig, axis: int, old: ScalingState, amax: Float32[jax.Array, "*scale"]
+    config: DelayedConfig, old: ScalingState, amax: Float32[jax.Array, "*scale"]
 ) -> ScalingState:
     """Returns the state after calibration, with the scale that the next training step uses.
 
@@ -361,19 +270,13 @@ def calibrated_state(
 
     Args:
         config: the options of the cast.
-        axis: the axis of the history that holds the past amaxes.
         old: the state before the calibration, float32.
         amax: the amax of all data, of the shape of the scale; -inf for a tensor without data, whose state
             is kept.
     """
-    history = jnp.moveaxis(old.amax_history, axis, -1)
-    moved = push_amax(amax.reshape(history.shape[:-1]), history)
-    scale = scale_of(config, ScalingState(old.scale, moved)).reshape(old.scale.shape)
-    has_data = amax > -jnp.inf
-    return ScalingState(
-        jnp.where(has_data, scale, old.scale),
-        jnp.where(has_data, jnp.moveaxis(moved, -1, axis), old.amax_history),
-    )
+    history = next_state(old, jnp.ones_like(old.scale), amax).amax_history
+    scale = scale_of(config, ScalingState(old.scale, history))[..., None]
+    return ScalingState(jnp.where(amax > -jnp.inf, scale, old.scale), history)
 
 
 def as_state(scale: Any, amax_history: Any, num_stacked: int = 0) -> ScalingState:

@@ -12,9 +12,7 @@ cotangents of its digest merge by maximum. ``leave`` computes the next states fr
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +29,7 @@ from fp8flax._compat.max_dtype import (
 )
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE, STATE_LEAF_NAMES
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, digest_of, is_state_dtype, kept_state, state_after
+from fp8flax._core.state.state import ScalingState, digest_of, is_state_dtype, kept_state, next_state
 
 # Finding the state in a tree.
 
@@ -152,8 +150,17 @@ class Places(NamedTuple):
         return cls(tuple(pairs), tuple(pairs.values()), tuple(i for i in of_state if i not in paired))
 
     def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
-        """Returns the scale and the history at the positions of each pair."""
-        return [ScalingState(leaves[i], leaves[j]) for i, j in self.pairs]
+        """Returns the scale and the history of each pair, with the past amaxes on the last axis."""
+        return [
+            ScalingState(*(jnp.moveaxis(leaves[i], axis, -1) for i in pair))
+            for pair, axis in zip(self.pairs, self.axes)
+        ]
+
+    def put(self, leaves: list[Any], states: Sequence[ScalingState]) -> None:
+        """Writes states to the positions of the pairs, the reverse of ``states``."""
+        for pair, axis, state in zip(self.pairs, self.axes, states):
+            for i, x in zip(pair, state):
+                leaves[i] = jnp.moveaxis(x, -1, axis)
 
 
 def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
@@ -177,18 +184,17 @@ def enter(tree: Any) -> Any:
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
-    new = [
-        (pair, axis)
-        for pair, axis in zip(places.pairs, places.axes)
-        # A digest is of a max dtype, too: such a state has entered before.
-        if not any(is_max_dtype(leaves[i]) for i in pair)
-    ]
-    states = [ScalingState(*(lax.stop_gradient(leaves[i]) for i in pair)) for pair, _ in new]
-    digests = each_alike(digest_of, [axis for _, axis in new], states)
-    for ((i, j), _), before, digest in zip(new, states, digests):
-        # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an
-        # array of all digests.
-        leaves[i], leaves[j] = to_digest(*digest), before.amax_history
+    # A digest is of a max dtype, too: such a state has entered before.
+    entered = [any(is_max_dtype(leaves[i]) for i in pair) for pair in places.pairs]
+    new = places._replace(
+        pairs=tuple(pair for pair, is_in in zip(places.pairs, entered) if not is_in),
+        axes=tuple(axis for axis, is_in in zip(places.axes, entered) if not is_in),
+    )
+    states = lax.stop_gradient(new.states(leaves))
+    digests = each_alike(digest_of, states)
+    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
+    # all digests.
+    new.put(leaves, [s._replace(scale=to_digest(*digest)) for s, digest in zip(states, digests)])
     for i in places.others:
         leaves[i] = to_max_dtype(leaves[i])
     return treedef.unflatten(leaves)
@@ -197,9 +203,8 @@ def enter(tree: Any) -> Any:
 def as_read(entered: Any) -> Any:
     """Returns the variables to call the loss with; called inside the differentiated function.
 
-    The argument is the result of ``enter``. Inside the gradient, ops read only the shape of an amax
-    history, because the digest holds its values. So each history loses its gradient, and gets a dtype that
-    refuses arithmetic.
+    The argument is the result of ``enter``. Each history loses its gradient, because the digest has it, and
+    gets a dtype that refuses arithmetic.
     """
     paths, leaves, treedef = flatten(entered)
     for _, j in find_pairs(paths):
@@ -217,10 +222,12 @@ def leave(tree: Any, cotangents: Any) -> Any:
     """
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    numbers = [tuple(digested(grads[i], 2)) for i, _ in places.pairs]  # the scale and the amax of the step
-    after = each_alike(state_after, places.axes, places.states(leaves), numbers, in_parts=True)
-    for (i, j), new in zip(places.pairs, after):
-        grads[i], grads[j] = new
+    # The scales and the amaxes of the step.
+    numbers = [
+        [jnp.moveaxis(x, axis, -1) for x in digested(grads[i], 2)]
+        for (i, _), axis in zip(places.pairs, places.axes)
+    ]
+    places.put(grads, each_alike(next_state, places.states(leaves), *zip(*numbers), in_parts=True))
     for i in places.others:
         grads[i] = _kept_other(leaves[i], from_max_dtype(grads[i]))
     return treedef.unflatten(grads)
@@ -252,7 +259,24 @@ def from_max(tree: Any) -> Any:
     return jax.tree.map(from_max_dtype, tree)
 
 
-# Checking the state after a step.
+# The state after a step.
+
+
+def new_leaves(old: Any, new: Any) -> list[Any]:
+    """Returns the leaves of the gradient of ``old``, with scaling state in float32; see ``kept_tree``."""
+    paths, old_leaves, treedef = flatten(old)
+    leaves = treedef.flatten_up_to(new)
+    for i, found in enumerate(find_state(paths)):
+        if not found:
+            continue
+        check_state_dtype(paths[i], leaves[i])
+        leaves[i] = from_max_dtype(leaves[i])
+        if leaves[i].shape != old_leaves[i].shape:
+            raise ValueError(
+                f"The scaling state at {path_str(paths[i])} has shape {old_leaves[i].shape}, its new value "
+                f"{leaves[i].shape}. Pass the gradient with respect to the same variables."
+            )
+    return leaves
 
 
 def kept_tree(old: Any, new: Any) -> Any:
@@ -271,12 +295,11 @@ def kept_tree(old: Any, new: Any) -> Any:
         TypeError: a leaf of scaling state in ``new`` is not float32.
         ValueError: the structures or the shapes of the scaling state differ.
     """
-    paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
+    paths, old_leaves, treedef = flatten(old)
+    leaves = new_leaves(old, new)
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
-    kept = each_alike(kept_along, places.axes, olds, news, read_once=False)
-    for (i, j), of_tensor in zip(places.pairs, kept):
-        leaves[i], leaves[j] = of_tensor
+    places.put(leaves, each_alike(kept_state, olds, news, in_parts=True))
     for i in places.others:
         leaves[i] = _kept_other(old_leaves[i], leaves[i])
     return treedef.unflatten(leaves)
@@ -288,67 +311,6 @@ def _kept_other(old: jax.Array, new: jax.Array) -> jax.Array:
     The old value is kept where the new value is not finite.
     """
     return jnp.where(lax.is_finite(new), new, old)
-
-
-def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[Any], Any]:
-    """Returns the paths, the old leaves, the new leaves, and the structure of the two trees.
-
-    The scaling state among the new leaves is cast to float32. Arguments and errors: see ``kept_tree``.
-    """
-    paths, old_leaves, treedef = flatten(old)
-    leaves = treedef.flatten_up_to(new)
-    for i, found in enumerate(find_state(paths)):
-        if not found:
-            continue
-        check_state_dtype(paths[i], leaves[i])
-        leaves[i] = from_max_dtype(leaves[i])
-        if leaves[i].shape != old_leaves[i].shape:
-            raise ValueError(
-                f"The scaling state at {path_str(paths[i])} has shape {old_leaves[i].shape}, its new value "
-                f"{leaves[i].shape}. Pass the gradient with respect to the same variables."
-            )
-    return paths, old_leaves, leaves, treedef
-
-
-def kept_along(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
-    """Returns ``kept_state`` of one tensor, whose history runs along ``axis``."""
-    return kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
-
-
-# For each leaf of scaling state: a reference to the leaf after the step, and one to the leaf before the
-# step. Both leaves are tracers. The key is the ``id`` of the leaf after the step.
-_steps: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-
-
-def remember_step(old: Any, new: Any) -> None:
-    """Records that ``new`` holds the checked next state of ``old``, so that ``is_step`` can find it.
-
-    ``apply_gradients`` then skips the check of ``kept_tree``. Only tracers are recorded, and each record
-    lasts as long as its tracer.
-
-    Args:
-        old: a tree of variables.
-        new: the gradient with respect to ``old``; its scaling state has passed the check.
-    """
-    paths, old_leaves, treedef = flatten(old)
-    for before, after, found in zip(old_leaves, treedef.flatten_up_to(new), find_state(paths)):
-        if found and isinstance(before, jax.core.Tracer) and isinstance(after, jax.core.Tracer):
-            place = id(after)
-            _steps[place] = weakref.ref(after, partial(_forget, place)), weakref.ref(before)
-
-
-def _forget(place: int, _: Any) -> None:
-    """Removes a record when its tracer is collected."""
-    _steps.pop(place, None)
-
-
-def is_step(old: Any, new: Any) -> bool:
-    """Returns whether ``remember_step`` has recorded leaf ``new`` as the next value of leaf ``old``."""
-    after, before = _steps.get(id(new), (None, None))
-    return after is not None and before is not None and after() is new and before() is old
-
-
-# Small helpers.
 
 
 def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:

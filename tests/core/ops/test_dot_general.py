@@ -267,7 +267,7 @@ def test_under_vmap_of_the_operands():
 M, K, N = 64, 32, 48
 SCALARS = 3 * 4 + 2 * 2
 """Bytes of three float32 scales, and of the bfloat16 amaxes of two tensors."""
-DIGESTS = 3 * 5 * 4
+DIGESTS = 3 * 3 * 4
 """Bytes of what the scales follow from."""
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import digested, from_max_dtype, to_digest, to_max_dtype
+from fp8flax._compat.max_dtype import to_digest, to_max_dtype
 from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
@@ -19,7 +19,9 @@ from fp8flax._core.state.state import (
     kept_state,
     next_state,
     scale_of,
+    step_scales,
 )
+from fp8flax._core.state.tree import as_read, enter, leave
 from tests import reference
 from tests.cases import cells
 
@@ -39,7 +41,7 @@ def scales_over_steps(amaxes, config, length=1024):
     @jax.jit
     def both(history):
         states = [ScalingState(jnp.ones((1,)), h) for h in (jnp.flip(history), history)]
-        entered = states[1]._replace(scale=to_digest(*each_alike(digest_of, (0, 0), states)[1]))
+        entered = states[1]._replace(scale=to_digest(*each_alike(digest_of, states)[1]))
         return scale_of(config, states[1]), scale_of(config, entered)
 
     history, scales = jnp.zeros((length,)), []
@@ -103,48 +105,71 @@ def test_an_outlier_sets_the_scale_while_the_history_holds_it():
         assert sum(scales > 2000) == remains
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_digest_has_the_largest_and_the_newest_amax_and_the_scales(axis):
+def test_a_digest_has_the_old_scale_and_the_scales_of_this_step():
     histories = np.random.default_rng(0).lognormal(size=(3, 20)).astype(np.float32)
     scale = np.float32([[2.0], [3.0], [4.0]])
-    state = ScalingState(*(jnp.asarray(np.moveaxis(x, 1, axis)) for x in (scale, histories)))
-    found = [np.moveaxis(np.asarray(x), axis, 1) for x in digest_of(state, axis)]
-    for number, expected in zip(found, (scale, np.max(histories, 1), histories[:, 0])):
-        np.testing.assert_array_equal(number, np.reshape(expected, (3, 1)))
-    for number, name in zip(found[3:], NAMES.values(), strict=True):
+    found = digest_of(ScalingState(jnp.asarray(scale), jnp.asarray(histories)))
+    np.testing.assert_array_equal(found[0], scale)
+    for number, name in zip(found[1:], NAMES.values(), strict=True):
         expected = [reference.next_scale(h, s, name) for h, s in zip(histories, scale)]
         np.testing.assert_array_equal(number, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "max", "digest"])
 @pytest.mark.parametrize(("amax", "stack"), [(3.0, ()), (0.0, ()), (np.inf, ()), (-np.inf, (2,))])
-def test_next_state(amax, dtype, stack):
+def test_next_state(amax, stack):
     """An amax of inf stands for a NaN or an Inf in the data, and -inf for empty data."""
     history = np.broadcast_to(np.float32([2.0, 5.0, 1.0]), (*stack, 3))
-    old = ScalingState(jnp.full((*stack, 1), 0.5), jnp.asarray(history))
-    if dtype == "max":
-        old = ScalingState(*map(to_max_dtype, old))
-    if dtype == "digest":
-        old = old._replace(scale=to_digest(*digest_of(old, len(stack))))
-    scales = jnp.full(stack, 0.25)
-    new = next_state(jnp.full(stack, amax), scales, None if dtype == "digest" else old)
-    np.testing.assert_array_equal(from_max_dtype(new.scale), np.full((*stack, 1), 0.25))
-    if dtype == "digest":
-        assert new.amax_history is None
-        np.testing.assert_array_equal(digested(new.scale, 2)[1], np.full((*stack, 1), amax))
-        return
     pushed = np.broadcast_to(np.float32([amax, 1.0, 2.0]), history.shape)
+    scale, new_scale, amaxes = (np.full((*stack, 1), x, np.float32) for x in (0.5, 0.25, amax))
     expected = pushed if np.isfinite(amax) else history
-    if dtype == "max":  # cotangents that are yet to be merged
-        expected = np.full(history.shape, -np.inf) if amax == -np.inf else pushed
-    np.testing.assert_array_equal(from_max_dtype(new.amax_history), expected)
-    assert new.scale.dtype == new.amax_history.dtype == old.amax_history.dtype
+    new = next_state(ScalingState(*map(jnp.asarray, (scale, history))), new_scale, jnp.asarray(amaxes))
+    np.testing.assert_array_equal(new.scale, new_scale)
+    np.testing.assert_array_equal(new.amax_history, expected)
+
+
+@pytest.mark.parametrize("form", ["float32", "max", "digest"])
+def test_the_gradient_of_a_state_is_its_next_value(form):
+    """However it enters a gradient, and for every option: the amax is the cotangent of the scale."""
+    configs = {
+        "usual": DELAYED,
+        "margin": DELAYED._replace(margin=2),
+        "power": DelayedConfig(F32, np.dtype(E5M2), power_2=True),
+        "newest": DELAYED._replace(amax_compute_algo="most_recent"),
+    }
+    scale, history = jnp.full((1,), 0.5), jnp.float32([2.0, 5.0, 1.0])
+
+    def scales(scale, history, config):
+        state = ScalingState(scale, history)
+        if form == "max":
+            state = ScalingState(*map(to_max_dtype, state))
+        return step_scales({"x": config}, {"x": state})["x"]
+
+    for config in configs.values():
+        if form == "digest":
+            tree = {"x_scale": scale, "x_amax_history": history}
+
+            def of_entered(entered, config=config):
+                read = as_read(entered)
+                return scales(read["x_scale"], read["x_amax_history"], config)
+
+            used, back = jax.vjp(of_entered, enter(tree))
+            left = leave(tree, back(jnp.float32(7.0))[0])
+            new = left["x_scale"], left["x_amax_history"]
+        else:
+            used, back = jax.vjp(lambda *args, config=config: scales(*args, config), scale, history)
+            new = back(jnp.float32(7.0))
+        np.testing.assert_array_equal(used, scale_of(config, ScalingState(scale, history)))
+        for found, expected in zip(new, ([used], [7.0, 1.0, 2.0]), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_kept_state_checks_each_stacked_tensor():
     old = ScalingState(jnp.full((4, 1), 0.5), jnp.full((4, 2), 1.0))
-    new = ScalingState(jnp.float32([[0.25], [0.25], [0.0], [np.nan]]), jnp.full((4, 2), 2.0))
-    kept = kept_state(old, new, jnp.float32([[2.0], [np.inf], [2.0], [2.0]]))
+    newest = jnp.float32([2.0, np.inf, 2.0, 2.0])
+    new = ScalingState(
+        jnp.float32([[0.25], [0.25], [0.0], [np.nan]]), jnp.stack([newest, jnp.full((4,), 2.0)], 1)
+    )
+    kept = kept_state(old, new)
     np.testing.assert_array_equal(kept.scale[:, 0], [0.25, 0.25, 0.5, 0.5])
     np.testing.assert_array_equal(kept.amax_history, [[2.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2])
 
@@ -153,15 +178,15 @@ def test_kept_state_checks_each_stacked_tensor():
 def test_calibrating_the_scale_follows_from_the_amax_of_this_step(margin):
     old = ScalingState(jnp.full((1,), 0.5), jnp.float32([2.0, 0.0]))
     config = DELAYED._replace(margin=margin)
-    new = calibrated_state(config, 0, old, jnp.float32([7.0]))
+    new = calibrated_state(config, old, jnp.float32([7.0]))
     np.testing.assert_array_equal(new.amax_history, [7.0, 2.0])
     expected = reference.next_scale([7.0, 2.0], np.ones((1,)), "float8_e4m3fn", margin)
     np.testing.assert_array_equal(new.scale, expected)
 
 
 def test_calibrating_keeps_the_scale_for_zeros_and_the_state_without_data():
-    old = ScalingState(jnp.float32([[0.5, 0.5]]), jnp.zeros((2, 2)).at[0, 1].set(3.0))
-    new = calibrated_state(DELAYED, 0, old, jnp.float32([[0.0, -np.inf]]))
+    old = ScalingState(jnp.float32([[0.5], [0.5]]), jnp.zeros((2, 2)).at[1, 0].set(3.0))
+    new = calibrated_state(DELAYED, old, jnp.float32([[0.0], [-np.inf]]))
     np.testing.assert_array_equal(new.scale, old.scale)
     np.testing.assert_array_equal(new.amax_history, old.amax_history)
 

@@ -54,9 +54,7 @@ def test_several_states_are_those_of_one_alone():
         """Each tensor saw an amax of 8 and used a scale of 2, but for the third, which got no gradient."""
         return {
             name: {
-                leaf: to_digest(
-                    *[jnp.full(x.shape, c) for c in (0.0 if name == "op2" else 2.0, *[8.0] * 4)]
-                )
+                leaf: to_digest(*[jnp.full(x.shape, c) for c in (0.0 if name == "op2" else 2.0, 8.0, 0.0)])
                 if leaf.endswith("_scale")
                 else x
                 for leaf, x in states.items()

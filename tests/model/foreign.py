@@ -1,26 +1,7 @@
-"""What does quantize_model make of Linen models that others wrote, as they stand?
+"""Linen models of transformers and flaxmodels as they stand, and what quantize_model makes of them.
 
-Run ``make bench-models``, or ``python -m benchmarks.models`` with the extra ``models``. Nothing is
-downloaded.
-
-Models: as their packages have them, unmodified, with random weights from one key; width 768, 2 layers (in
-each of encoder and decoder, or tower), vocabulary 512, texts of 64 tokens, images of 64x64, batch 2 or 4,
-float32. Layers are as wide as those of the models that people use, so that the default rules decide as
-they would there. Converted by quantize_model with its defaults (delayed scaling).
-
-Contractions: fp8flax.report at 64 times that batch. CPUs emulate FP8, so a time here says nothing about a
-GPU.
-
-SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on the same
-batch; 6.02 dB are one bit. What random weights say about accuracy is how much error the layers add, not
-how well a trained model does.
-
-Training: AdamW, learning rate 0.0001, 10 steps on one batch with targets drawn once, from the same
-weights; FP8 after calibrate(backward=True). Losses before each step and after the last.
-
-Bytes: all variables that freeze returns over all variables of the unconverted model. Bitwise: the logits
-of the frozen model beside those of the converted one, without jit; and with it, where XLA compiles two
-programs.
+Random weights from one key; width 768, 2 layers, vocabulary 512, texts of 64 tokens, images of 64x64,
+float32. Layers are as wide as those of the models that people use, so the default rules decide as there.
 """
 
 from __future__ import annotations
@@ -30,8 +11,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -41,17 +21,13 @@ import numpy as np
 import optax
 
 import fp8flax as fp8
-from benchmarks import common
 from benchmarks.common import sqnr
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
 VOCABULARY, WIDTH, HEADS, LAYERS = 512, 768, 12, 2
 TEXT, IMAGE, PATCH, LABELS = 64, 64, 16, 128
-STEPS, LEARNING_RATE = 10, 1e-4
+LEARNING_RATE = 1e-4
 REPORT_BATCH = 64
 """The batch of the report is as many times that of the measurement."""
-TIED = "in a module that is applied to variables of its own"
-"""Why logits that share the embedding's parameter stay as they are: see docs/models.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,13 +264,6 @@ def count_fp8(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.dtype.itemsize == 1)
 
 
-def why_not(row: Any) -> str:
-    """Returns why a contraction is not converted, without its sizes."""
-    reason = re.sub(r"^K=\d+, N=\d+: |, 1/\(1/K.*", "", row.reason)
-    reason = reason.partition(" (products=True")[0]
-    return "logits that share the embedding's parameter" if TIED in reason else reason
-
-
 def contractions(case: Case, model8: nn.Module) -> dict[str, Any]:
     """Returns what ``fp8flax.report`` says at a batch as in training."""
 
@@ -302,19 +271,9 @@ def contractions(case: Case, model8: nn.Module) -> dict[str, Any]:
         return jax.ShapeDtypeStruct((REPORT_BATCH * x.shape[0], *x.shape[1:]), x.dtype)
 
     report = fp8.report(model8, *jax.tree.map(enlarged, case.args), **case.kwargs)
-    total = sum(row.flops for row in report.rows)
-    left = [row for row in report.rows if not row.converted]
-    number = Counter(map(why_not, left))
-    share = {why: sum(row.flops for row in left if why_not(row) == why) / total for why in number}
     return {
-        "contractions": len(report.rows),
-        "converted": len(report.converted),
-        "fp8_share_of_flops": round(report.fp8_share, 4),
-        "left": [
-            {"why": why, "number": n, "share_of_flops": round(share[why], 4)} for why, n in number.items()
-        ],
+        "left": [row.reason for row in report.rows if not row.converted],
         "converted_layers": sorted({re.sub(r"\d+", "*", row.path) for row in report.converted}),
-        "left_layers": sorted({re.sub(r"\d+", "*", row.path) or "(the model)" for row in left}),
         "unseen": list(report.unseen),
     }
 
@@ -337,12 +296,12 @@ def losses(case: Case, model: nn.Module, variables: Any, steps: int) -> list[flo
     return seen
 
 
-def measure(name: str, steps: int = STEPS) -> dict[str, Any]:
-    """Returns a model's row of the report."""
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """Returns what becomes of a model: its contractions, errors, losses and frozen bytes."""
     case = MODELS[name]()
     with case.shim(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"model": name, "source": case.package, **_measure(case, steps)}
+        return _measure(case, steps)
 
 
 def jitted(case: Case, model: nn.Module, variables: Any) -> jax.Array:
@@ -358,77 +317,24 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
     params, params8 = variables["params"], variables8["params"]
     same_tree = jax.tree.structure(params) == jax.tree.structure(params8)
     same = same_tree and jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), params, params8))
-    row = contractions(case, model8)
 
     calibrated = fp8.calibrate(lambda v, x: case.logits(model8, v, *x), variables8, [case.args])
     plain = jitted(case, model, variables)
     logits8 = jitted(case, model8, calibrated)
-    in_bf16 = jitted(case, model.clone(dtype=jnp.bfloat16), variables)
-    error = sqnr([(plain, logits8)])
 
     served, frozen = fp8.freeze(model8, calibrated)
     # Without jit, where each operation is a program of its own: a compiler fuses two models differently.
     bitwise = jnp.array_equal(case.logits(served, frozen), case.logits(model8, calibrated))
-    logits_served = jitted(case, served, frozen)
 
     trained8 = fp8.calibrate(lambda v, _: case.loss(model8, v), variables8, [0], backward=True)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {
-        "weights": weights,
         "same_initial_params": bool(same),
-        **row,
-        "sqnr_db": round(error, 1),
-        "relative_error": float(f"{10 ** (-error / 20):.2g}"),
-        "bf16_sqnr_db": round(sqnr([(plain, in_bf16)]), 1),
+        **contractions(case, model8),
+        "sqnr_db": sqnr([(plain, logits8)]),
         "losses_float32": losses(case, model, variables, steps),
         "losses_fp8": losses(case, model8, trained8, steps),
-        "frozen_bytes": size(frozen),
-        "float32_bytes": size(variables),
-        "frozen_over_float32": round(size(frozen) / size(variables), 3),
-        "weights_in_fp8": round(count_fp8(frozen["params"]) / weights, 3),
+        "frozen_over_float32": size(frozen) / size(variables),
+        "weights_in_fp8": count_fp8(frozen["params"]) / weights,
         "frozen_is_bitwise_equal": bool(bitwise),
-        "frozen_is_bitwise_equal_under_jit": bool(jnp.array_equal(logits_served, logits8)),
-        "frozen_sqnr_db": round(sqnr([(plain, logits_served)]), 1),
     }
-
-
-# The report.
-
-
-def _percent(key: str) -> Callable[[common.Row], str]:
-    return lambda row: f"{100 * row[key]:.1f} %"
-
-
-RESULTS: common.Columns = {
-    "model": lambda row: row["model"],
-    "source": lambda row: f"`{row['source'].split()[1]}`",
-    "FLOPs in FP8": _percent("fp8_share_of_flops"),
-    "SQNR, dB": lambda row: f"{row['sqnr_db']:.1f}",
-    "that of bf16": lambda row: f"{row['bf16_sqnr_db']:.1f}",
-    "loss in float32": lambda row: f"{row['losses_float32'][-1]:.4f}",
-    "loss in FP8": lambda row: f"{row['losses_fp8'][-1]:.4f}",
-    "frozen bytes": lambda row: f"{row['frozen_over_float32']:.3f}×",
-}
-
-
-def table(report: common.Row) -> str:
-    """Returns the first table of docs/models.md."""
-    return common.markdown(RESULTS, report["models"])
-
-
-def measure_all() -> common.Row:
-    rows = []
-    for name in MODELS:
-        rows.append(measure(name))
-        print(f"{name}: {rows[-1]['converted']} converted, {rows[-1]['sqnr_db']} dB", flush=True)
-        jax.clear_caches()
-    return {"models": rows}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    here = functools.partial(common.machine, PACKAGES, ("gpu", "cores"))
-    common.command(__doc__, "models", measure_all, table, argv, here=here)
-
-
-if __name__ == "__main__":
-    common.run(main)

@@ -1,0 +1,87 @@
+"""The training step that ``recipes`` predicts and ``gpu`` times: the matmuls of two of a Llama's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState as FlaxTrainState
+
+import fp8flax as fp8
+from benchmarks.dense import with_qwix
+
+ROWS, FEED_FORWARD = 8192, 3.5
+"""The rows of the input, and the width of the feed-forward part over the width of the model."""
+RECIPES: dict[str, fp8.Recipe] = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "block128": fp8.Float8BlockScaling(),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+}
+OTHERS = ("flax-direct", "flax-qdq", "qwix")
+
+
+class Layer(nn.Module):
+    """The matmuls of a Llama's layer, with an elementwise product in the place of attention."""
+
+    op: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps activations of shape ``(rows, width)`` to the same shape."""
+        dense = partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
+        norm, width = partial(nn.RMSNorm, dtype=jnp.bfloat16), x.shape[-1]
+        h = norm()(x)
+        query, key, value = (dense(width, name=name)(h) for name in ("query", "key", "value"))
+        x = x + dense(width, name="out")(nn.tanh(query) * key + value)
+        h = norm()(x)
+        gate, up = (dense(int(FEED_FORWARD * width), name=name)(h) for name in ("gate", "up"))
+        return x + dense(width, name="down")(nn.silu(gate) * up)
+
+
+def training_step(how: str, width: int, rows: int = ROWS) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns a training step, the function that makes its first state, and its input.
+
+    The step computes in bfloat16 with float32 weights; its loss is a mean of squares; AdamW updates.
+
+    Args:
+        how: ``"bf16"``, a name of ``RECIPES`` or one of ``OTHERS``.
+        width: of the model.
+        rows: of the input.
+
+    Returns:
+        ``step(state, x)``, which returns the next state; ``initial()``, which returns the first state; and
+        the shape and dtype of ``x``.
+    """
+    ops: dict[str, Any] = {
+        "flax-direct": fp8_ops.Fp8DirectDotGeneralOp,
+        "flax-qdq": fp8_ops.Fp8DotGeneralOp,
+    }
+    ops |= {name: partial(fp8.Fp8DotGeneralOp, recipe=recipe) for name, recipe in RECIPES.items()}
+    is_ours = how in RECIPES
+    model: nn.Module = nn.Sequential([Layer(ops.get(how)), Layer(ops.get(how))])
+    if how == "qwix":
+        model = with_qwix(model, tensorwise=True)
+    kind = fp8.TrainState if is_ours else FlaxTrainState
+    differentiate: Callable[..., Any] = (fp8 if is_ours else jax).grad
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+
+    def initial() -> Any:
+        variables = model.init(jax.random.key(0), jnp.zeros((16, width), x.dtype))
+        return kind.create(apply_fn=model.apply, params=dict(variables), tx=optax.adamw(1e-4))
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(variables: Any) -> jax.Array:
+            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
+
+        return state.apply_gradients(grads=differentiate(loss)(state.params))
+
+    return step, initial, x

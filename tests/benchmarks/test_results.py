@@ -1,0 +1,76 @@
+"""The committed results are those of the scripts: their question, method, settings and rows."""
+
+import itertools
+import json
+
+import pytest
+
+from benchmarks import accuracy, collectives, common, dense, fidelity, llama, recipes, step_cpu
+from tests import ROOT
+
+MORE = {accuracy: [accuracy.METHOD], dense: [dense.METHOD]}
+ROWS = {
+    accuracy: (("kind", "recipe"), [*itertools.product(accuracy.KINDS, accuracy.RECIPES)]),
+    collectives: (
+        ("layout", "recipe"),
+        [*itertools.product(collectives.LAYOUTS, collectives.RECIPES)],
+    ),
+    dense: (
+        ("shape", "contender"),
+        [([*s], name) for s, name in itertools.product(dense.OPTIONS["shapes"], dense.CONTENDERS)],
+    ),
+    recipes: (("gpu", "width", "recipe"), recipes.cases()),
+    step_cpu: (
+        ("model", "dtype", "contender"),
+        [*itertools.product(step_cpu.TASKS, step_cpu.DTYPES, step_cpu.CONTENDERS)],
+    ),
+}
+NAMES = {accuracy: "accuracy", collectives: "collectives", dense: "dense_h200", recipes: "recipes"}
+NAMES |= {step_cpu: "step_cpu"}
+
+
+def result(name):
+    return json.loads((common.RESULTS / f"{name}.json").read_text())
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("script", ROWS, ids=lambda script: script.__name__)
+def test_committed_result_is_that_of_the_script(script):
+    report, (keys, expected) = result(NAMES[script]), ROWS[script]
+    question, method = common.question_and_method(script.__doc__)
+    assert (report["question"], report["method"]) == (question, [*method, *MORE.get(script, [])])
+    assert report.get("arguments", {}) == json.loads(json.dumps(getattr(script, "OPTIONS", {})))
+    rows = report.get("rows") or report["results"]
+    assert [tuple(row[key] for key in keys) for row in rows] == expected
+
+
+def test_losses_are_those_of_the_method_and_of_the_page():
+    report = result("fidelity")
+    assert report["question"] == fidelity.QUESTION
+    assert set(fidelity.METHOD) <= set(report["method"])
+    assert fidelity.table(report["runs"]) in page("accuracy")
+
+
+def test_pages_show_the_committed_results():
+    sent = collectives.beside_bf16(result("collectives"), "step")
+    assert common.markdown(collectives.COLUMNS, sent) in page("clusters")
+    assert accuracy.table(result("accuracy")) in page("accuracy")
+    for target in recipes.GPUS:
+        assert recipes.table(result("recipes"), target) in page("recipes")
+
+
+def test_finer_scales_have_less_error_on_outliers():
+    rows = result("accuracy")["rows"]
+    of = {row["recipe"]: row["wgrad"] for row in rows if row["kind"] == "outliers"}
+    assert of["block128-f32"] > of["axiswise-e4m3"] > of["current-e4m3"]
+
+
+def test_delayed_scaling_is_predicted_to_be_the_fastest_recipe():
+    rows = result("recipes")["rows"]
+    for gpu, width in itertools.product(recipes.GPUS, recipes.WIDTHS):
+        ms = {row["recipe"]: row["ms"] for row in rows if (row["gpu"], row["width"]) == (gpu, width)}
+        assert min(llama.RECIPES, key=ms.get) == "delayed"
+        assert ms["delayed"] < ms["bf16"]
