@@ -190,24 +190,42 @@ def error_of_product(actual, expected, *factors):
     return max(error - granted, 0.0) / norm
 
 
-KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
+KINDS = {
+    ("float32", "up"): "exact",
+    ("power_of_two", "up"): "power_of_two",
+    ("e8m0", "up"): "e8m0_up",
+    ("e8m0", "floor"): "e8m0_floor",
+}
+
+
+def codes_and_scales(quantizer, x, contract):
+    """Returns the codes and scales of a matrix that is contracted along ``contract``, by NumPy.
+
+    With delayed scaling, the past amaxes are the current ones.
+    """
+    name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.BlockQuantizer):
+        matrix = np.moveaxis(x, contract, -1)[None]
+        kind = KINDS[quantizer.scale, quantizer.scale_rounding]
+        codes, scale = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+        codes = codes[:, : matrix.shape[1], : matrix.shape[2]]  # without padding
+        return tuple(np.moveaxis(a[0], -1, contract) for a in (codes, scale))
+    kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
+    if quantizer.has_one_scale:
+        return reference_recipes.tensorwise(x, name, kind)
+    return reference_recipes.axiswise(x, name, contract, kind)
 
 
 def with_reference(quantizer, x, contract):
-    """Returns a matrix after quantization along ``contract``, in float64, by the NumPy reference."""
+    """Returns a matrix after quantization along ``contract``, in float64, by NumPy."""
     if quantizer is None:
         return np.asarray(x, np.float64)
-    name = quantizer.dtype.name
-    if isinstance(quantizer, fp8.CurrentQuantizer):
-        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
-        if quantizer.granularity == "tensorwise":
-            return reference_recipes.dequantize(*reference_recipes.tensorwise(x, name, kind))
-        return reference_recipes.dequantize(*reference_recipes.axiswise(x, name, contract, kind))
-    kind = KINDS.get(quantizer.scale, f"e8m0_{quantizer.scale_rounding}")
-    matrix = np.moveaxis(x, contract, -1)
-    quantized = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
-    back = reference_recipes.dequantize(*quantized, quantizer.block)
-    return np.moveaxis(back[: matrix.shape[0], : matrix.shape[1]], -1, contract)
+    codes, scale = codes_and_scales(quantizer, x, contract)
+    if isinstance(quantizer, fp8.BlockQuantizer):
+        scale = np.moveaxis(reference_recipes.as_float64(scale), contract, -1)
+        scale = np.moveaxis(reference_recipes.over_blocks(scale, quantizer.block), -1, contract)
+        scale = scale[: x.shape[0], : x.shape[1]]
+    return reference_recipes.dequantize(codes, scale)
 
 
 def added_up(results):

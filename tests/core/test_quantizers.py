@@ -11,16 +11,11 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.scaling import current_scale, e8m0_scale, scale_exponent
 from tests import reference, reference_recipes
+from tests.cases import KINDS, codes_and_scales
 
 pytestmark = pytest.mark.optimized
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-KINDS = {
-    ("float32", "up"): "exact",
-    ("power_of_two", "up"): "power_of_two",
-    ("e8m0", "up"): "e8m0_up",
-    ("e8m0", "floor"): "e8m0_floor",
-}
 
 
 def current(granularity, power_2=False):
@@ -45,21 +40,6 @@ QUANTIZERS = {
     "128x128": blocks((128, 128), "power_of_two"),
     "128x128, float32": blocks((128, 128), "float32"),
 }
-
-
-def expected_of(quantizer, x, contract):
-    """The reference's codes and scales; for blocks of the matrix whose columns are contracted."""
-    name = quantizer.dtype.name
-    if isinstance(quantizer, fp8.CurrentQuantizer):
-        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
-        if quantizer.granularity == "tensorwise":
-            return reference_recipes.tensorwise(x, name, kind)
-        return reference_recipes.axiswise(x, name, contract, kind)
-    matrix = np.moveaxis(x, contract, -1)[None]
-    kind = KINDS[quantizer.scale, quantizer.scale_rounding]
-    codes, scale = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
-    codes = codes[:, : matrix.shape[1], : matrix.shape[2]]  # without padding
-    return tuple(np.moveaxis(a[0], -1, contract) for a in (codes, scale))
 
 
 def assert_same_codes(actual, expected):
@@ -92,7 +72,7 @@ def test_codes_and_scales(name, way):
     quantize = jax.jit(lambda x: quantizer.quantize(x, Dims(2, (contract,))))
     for seed in range(2):
         for x in reference_recipes.tensors((131, 70), seed).values():
-            assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
+            assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
 
 
 @pytest.mark.parametrize("shape", [(1, 33), (0, 5)], ids=str)
@@ -104,7 +84,7 @@ def test_small_and_empty_shapes(name, shape):
         dims = Dims(2, (contract,))
         quantize = jax.jit(lambda x, dims=dims: quantizer.quantize(x, dims))
         for x in reference_recipes.tensors(shape, 0).values():
-            assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
+            assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +104,7 @@ def test_operands_of_other_dtypes(name, dtype):
         for tensor in reference_recipes.tensors((3, 70), 0).values():
             with np.errstate(all="ignore"):
                 x = tensor.astype(dtype)
-            assert_same_quantized(quantize(x), *expected_of(quantizer, x, 1))
+            assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, 1))
 
 
 def test_float64_beyond_float32():
@@ -133,7 +113,7 @@ def test_float64_beyond_float32():
         for name in ("tensorwise", "axiswise"):
             quantizer = QUANTIZERS[name](E4M3)
             q = jax.jit(lambda x, q=quantizer: q.quantize(x, Dims(2, (1,))))(x)
-            assert_same_quantized(q, *expected_of(quantizer, x, 1))
+            assert_same_quantized(q, *codes_and_scales(quantizer, x, 1))
 
 
 def test_batches_and_stacks():

@@ -103,7 +103,8 @@ def test_delayed_scaling_saturates_an_inf():
 def test_nan_stays_where_it_is_and_inf_saturates(name):
     x = np.ones((4, 64), np.float32)
     x[0, 3], x[1, 5] = np.nan, np.inf
-    out, dx, dw = vjp_of(STATELESS[name])(x, np.eye(64, 8, dtype=np.float32), np.ones((4, 8), np.float32))
+    run, w, g = vjp_of(STATELESS[name]), np.eye(64, 8, dtype=np.float32), np.ones((4, 8), np.float32)
+    out, dx, dw = run(x, w, g)
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1:]).all()
     # The row beside them keeps its precision: no scale was spoiled.
@@ -112,6 +113,11 @@ def test_nan_stays_where_it_is_and_inf_saturates(name):
     assert np.isnan(dw[3]).all()
     expected = np.full((62, 8), 4.0)
     np.testing.assert_allclose(np.delete(np.asarray(dw), (3, 5), axis=0), expected, rtol=1e-6)
+    # An Inf in the cotangent says that it overflowed: it becomes a NaN in what it reaches.
+    g[2, 1] = np.inf
+    _, dx, dw = run(np.ones_like(x), w, g)
+    np.testing.assert_array_equal(np.isnan(dx).all(1), [False, False, True, False])
+    np.testing.assert_array_equal(np.isnan(dw).all(0), np.arange(8) == 1)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
-from tests import reference, reference_recipes
-from tests.cases import OWG, error_of_product, struct, variables_of
+from tests import reference
+from tests.cases import OWG, error_of_product, struct, variables_of, with_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -231,18 +231,13 @@ def test_current_scaling(dtype):
     tensors = operands(c, dtype=jnp.dtype(dtype))
     out, dx, dw, _ = make_vjp(convolution_of(c, recipe=recipe))(*tensors, States())
 
-    def quantized(quantizer, tensor):
-        return reference_recipes.dequantize(
-            *reference_recipes.tensorwise(tensor, quantizer.dtype.name, "power_of_two")
-        )
-
     gemms = recipe.gemms
     for actual, product, gemm, (lhs, rhs) in (
         (out, by_numpy.forward, gemms.forward, tensors[:2]),
         (dx, by_numpy.dgrad, gemms.dgrad, tensors[:0:-1]),
         (dw, by_numpy.wgrad, gemms.wgrad, tensors[::2]),
     ):
-        lhs, rhs = quantized(gemm.lhs, lhs), quantized(gemm.rhs, rhs)
+        lhs, rhs = with_reference(gemm.lhs, lhs, None), with_reference(gemm.rhs, rhs, None)
         assert actual.dtype == dtype
         # A power of two leaves FP8 values that bfloat16 holds, so only the result is rounded.
         assert error_of_product(actual, product(lhs, rhs), lhs, rhs) <= {"bfloat16": 2**-9}.get(dtype, 1e-6)

@@ -16,7 +16,7 @@ from fp8flax._core.gemm import gemm, ragged
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
-from tests import reference, reference_recipes
+from tests import reference
 from tests.cases import with_reference
 from tests.gpus import run_branch_for_gpus
 
@@ -58,11 +58,9 @@ class RaggedStep:
         """Returns a matrix after quantization for the GEMM that contracts ``axis``."""
         if self.name == "delayed":
             return self.left[role]
-        if self.name == "blocks":
-            gemm = RECIPES["blocks"].gemms.forward
-            return with_reference(gemm.rhs if role == "kernel" else gemm.lhs, x, axis)
-        quantized = reference_recipes.axiswise(x, self.dtypes[role], axis, "power_of_two")
-        return reference_recipes.dequantize(*quantized)
+        gemms = RECIPES[self.name].gemms
+        quantizers = {"input": gemms.forward.lhs, "kernel": gemms.forward.rhs}
+        return with_reference(quantizers.get(role, gemms.dgrad.lhs), x, axis)
 
     def __call__(self, x, w, g, sizes):
         """Returns ``(out, dx, dw)``, and the same of all magnitudes: how far rounding may be off."""
