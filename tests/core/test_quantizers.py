@@ -116,6 +116,16 @@ def test_float64_beyond_float32():
             assert_same_quantized(q, *codes_and_scales(quantizer, x, 1))
 
 
+@pytest.mark.parametrize("granularity", ["tensorwise", "axiswise"])
+def test_a_smaller_amax_counts_as_epsilon(granularity):
+    quantizer = fp8.CurrentQuantizer(dtype=E4M3, granularity=granularity, amax_epsilon=4.48)
+    x = np.float32([[1.0, 2.0], [8.96, 0.0]])
+    for factor, small, large in ((1, 0.01, 0.02), (0.01, 0.01, 0.01)):
+        expected = large if granularity == "tensorwise" else [[small], [large]]
+        scale = quantizer.quantize(jnp.asarray(x * np.float32(factor)), Dims(2, (1,))).scale
+        np.testing.assert_allclose(scale, expected, rtol=1e-6)
+
+
 def test_batches_and_stacks():
     """A batch is quantized matrix by matrix; of a stack each element has scales of its own."""
     x = reference_recipes.tensors((2, 3, 200), 0)["heavy-tailed"]

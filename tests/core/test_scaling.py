@@ -95,6 +95,11 @@ def test_unusable_data_leave_the_history(x):
     np.testing.assert_array_equal(fp8.compute_amax_history(jnp.float32(x), history), history)
 
 
+def test_an_inf_in_a_history_lasts_for_one_step():
+    history = fp8.compute_amax_history(jnp.float32([3.0]), jnp.array([np.inf, 2.0, 1.0]))
+    np.testing.assert_array_equal(history, [3.0, 1.0, 0.0])
+
+
 TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
 
 

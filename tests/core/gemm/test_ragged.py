@@ -56,8 +56,13 @@ def test_sums_are_of_each_groups_own_tiles(align):
     """Over what lies side by side; each row of the result is written once."""
     depth, sizes = 256, SIZES[0]
     tiling = ragged._tiling_of_groups(depth, 128, len(sizes))
-    table = groups.table_of(384, np.array(sizes), align)
-    found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
+
+    @jax.jit
+    def tiles(sizes):
+        table = groups.table_of(384, sizes, align)
+        return jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
+
+    found = jax.tree.map(np.asarray, tiles(np.array(sizes)))
     assert found.out_row.tolist() == list(range(0, len(sizes) * depth, groups.TILE))
     assert (found.lhs_row == found.out_row % depth).all()
     assert not found.rhs_row.any()
@@ -201,7 +206,7 @@ def test_which_gpus_have_the_kernel(way):
         out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
         return out, vjp(out)
 
-    counts = {9.0: 3} if blocks else {None: 0, 8.9: 0, 9.0: 3, 10.0: 0}
+    counts = {9.0: 3} if blocks else {None: 0, 9.0: 3, 10.0: 0}
     for capability, count in counts.items():
         # Pallas's pipeline is one for int32.
         with compile_target(capability), jax.enable_x64(way == "blocks"):
