@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import BY_OP, NOT_CONVERTED, PARAMS
+from fp8flax._compat.traces import trace_behind, unwatched
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
+from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import CustomRecipe, Recipe
-from fp8flax._linen.conversion import Stacking, conversion, converting
+from fp8flax._core.state.tree import key_name
+from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.beside_params import beside_params
-from fp8flax._model.contraction_site import as_op
-from fp8flax._model.interception import Frame, Interception
-from fp8flax._model.param_origin import Move, Origin
+from fp8flax._model.contraction_site import Contraction, contraction
+from fp8flax._model.interception import Interception
+from fp8flax._model.param_origin import ByIdentity, Move, Origin
 from fp8flax._model.program_reads import CAST
 from fp8flax._model.rules import Decision, Rules, Site
+from fp8flax._model.state_in_params import KERNEL_AXES, STATE_AXES, merged, split, state_at
+
+# Linen's transformations pass the flags of a scope on to the scopes that they make.
+_MARK = "fp8flax"
+"""The flag that holds the calls that a scope belongs to."""
+
+
+class Stacking(NamedTuple):
+    """How ``nn.scan`` or ``nn.vmap`` stacks the variables of a layer.
+
+    An axis may be counted from the end. It is None if the variables are not stacked.
+    """
+
+    params: int | None
+    """The axis of the parameters."""
+    state: int | None
+    """The axis of the state."""
 
 
 class SeenOp(NamedTuple):
@@ -34,7 +54,7 @@ class SeenOp(NamedTuple):
     by several kernels, all their parameters are joined in it."""
     args: tuple[Any, ...]
     """The arguments of the op, with shapes and dtypes instead of arrays."""
-    stacked: tuple[Stacking, ...]
+    stacked: tuple[Stacking, ...] = ()
     """How the variables of the op are stacked, from the outermost transformation to the innermost."""
     has_several_kernels: bool = False
 
@@ -62,10 +82,40 @@ def seen_of(model: Any) -> Seen:
     return seen
 
 
+class Frame(NamedTuple):
+    """A method of a module that is running."""
+
+    module: nn.Module
+    method: str
+    """The name of the method; empty for ``__call__`` and for compact methods."""
+    counts: dict[str, int]
+    """The number of contractions of each kind that the method has computed."""
+    trace: Any
+    """The trace of JAX that the method runs in."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The path of the module in the model."""
+        scope: Any = self.module.scope
+        return scope.path
+
+    @property
+    def root(self) -> Any:
+        """The root of the scope of the module."""
+        scope: Any = self.module.scope
+        return scope.root
+
+    def count(self, kind: str) -> int:
+        """Counts a contraction, and returns its number among those of its kind, from 0."""
+        number = self.counts.get(kind, 0)
+        self.counts[kind] = number + 1
+        return number
+
+
 class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
-    collections: tuple[str, ...] = (PARAMS,)
+    collections: tuple[str, ...] = (PARAMS, OVERWRITE_WITH_GRADIENT)
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
@@ -73,84 +123,52 @@ class Call(Interception):
     """Whether no contraction is converted, and each is computed in its ``Site.scope``."""
 
     def __init__(self, cls: type, rules: Rules) -> None:
-        super().__init__(cls)
+        super().__init__()
+        self.cls = cls
         self.rules = self._rules_here = rules
         self.decided: list[tuple[Site, Decision]] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
+        self.frames: list[Frame] = []
+        self.is_apart = False
+        """Whether the running module is applied to other variables than those of the model."""
+        self._converts = rules.include != ()
+        """Whether any contraction can be converted; otherwise all ops of the model were given by hand."""
+        self._outer: Mapping[str, Any] = {}
+        """The shapes of the parameters and the state, as the caller has them or gets them."""
+        self._depth = 0
+        """The length of the path of the model."""
+        self._num_params = ByIdentity()
+        """How many parameters of each root scope ``origins`` knows."""
 
-    def contract(
-        self, row: OpRow, operands: Sequence[Any], params: dict[str, Any], frame: Frame
-    ) -> tuple[Any, str]:
-        """Computes a contraction in FP8 if the rules convert it."""
-        scope: Any = frame.module.scope
-        lhs, rhs = (self.origins.of(x, scope) for x in operands[:2])
-        site, arguments, restore = as_op(row, operands, params, (lhs, rhs), frame)
-        decision = self._rules_here.decide(site)
-        if self._rules_here is not self.rules:
-            decision = decision._replace(rule=None)  # it is an index into the rules of another model
-        bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
-        self.decided.append((bare, decision))
-        if self.is_counting:
-            return None, site.scope
-        if not decision.converts:
-            return None, NOT_CONVERTED
-        with jax.named_scope(BY_OP):
-            options = {"form": self._rules_here.form} if row.has_form else {}
-            parent = scope.push(site.name, reuse=True)
-            op = Fp8Op._for_row(row)(recipe=decision.recipe, **options, parent=parent)
-            out = op(*arguments)
-        return restore(out), ""
+    # How a call begins and ends.
 
-    def on_op(
-        self,
-        op: Fp8Op,
-        recipe: Recipe | None,
-        compute: Any,
-        lhs: Any,
-        rhs: Any,
-        *rest: Any,
-        **keywords: Any,
-    ) -> jax.Array:
-        """Records an op, and computes it."""
-        if recipe is not None and not self.is_apart:
-            kernel = self.origins.of(rhs, op.scope)
-            # The record outlives the call, so it must not hold arrays.
-            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args, conversion().stacked))
-        return compute(lhs, rhs, *rest, **keywords)
-
-    def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
-        before = self.ops.get(path)
-        if before is not None and not _is_same_kernel(before, found):
-            # The op multiplies by several kernels with one state, so none of them can be stored for it.
-            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
-            sources = dict.fromkeys(source for kernel in kernels for source in kernel.sources)
-            found = found._replace(kernel=Origin(tuple(sources), None), has_several_kernels=True)
-        self.ops[path] = found
-
-    @contextmanager
+    @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model's method, whose loops treat the variables of ops like the parameters."""
-        self.origins.mark(model.scope)
-        with converting(on_op=self.on_op, in_map=False), beside_params(self.beside_params):
+        """A context for the model's method: its scope, and the ops in it, belong to this call."""
+        scope: Any = model.scope
+        self._depth = len(scope.path)
+        marks = (*scope.flags.get(_MARK, ()), self)
+        for one in (scope, scope.root):
+            one.flags = flax.core.freeze({**one.flags, _MARK: marks})
+        with converting(on_op=self.on_op, state_of=self.state_of):
             yield
 
-    @contextmanager
-    def ruled_by(self, rules: Rules) -> Iterator[None]:
-        """A context in which other rules decide, for a converted model inside of this model."""
-        before, self._rules_here = self._rules_here, rules
-        try:
-            yield
-        finally:
-            self._rules_here = before
+    def owns(self, root: Any) -> bool:
+        """Returns whether the variables of a root scope are those of the model, which can hold state."""
+        return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them: with JAX arrays."""
-        return jax.tree.map(as_jax, variables)
+        variables = jax.tree.map(as_jax, variables)
+        with_state = merged(variables)
+        self._outer = jax.tree.map(_as_struct, with_state[PARAMS])
+        return with_state if self._converts else variables
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them."""
-        return variables
+        if self.is_init:
+            self._outer = jax.tree.map(_as_struct, variables.get(PARAMS, {}))
+        return split(variables)
 
     def finish(self, model: Any, method: str) -> None:
         """Records what the method has computed.
@@ -165,7 +183,7 @@ class Call(Interception):
             for path, found in found_here.items():
                 if _is_of_other_variables(seen.ops.get(path), found):
                     del self.ops[path]
-                self._record(path, found)
+                self._record(path, self._with_stacking(path, found))
             seen.ops = self.ops
             seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
@@ -173,6 +191,269 @@ class Call(Interception):
             is_converted = self.ops or any(decision.converts for _, decision in self.decided)
             if not (is_converted or self.is_counting):
                 raise ValueError(self.rules.why_unconverted(self.decided))
+
+    # How methods run.
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which contractions of Linen modules' methods go to ``contract``.
+
+        FP8 ops are not intercepted.
+        """
+        return nn.intercept_methods(self._around)
+
+    def _around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module; Linen calls it."""
+        module, scope = context.module, context.module.scope
+        if self.is_passing:
+            return run(*args, **kwargs)
+        if isinstance(module, Fp8Op) or scope is None:
+            with unwatched(), self.passing(), jax.named_scope(BY_OP):
+                return run(*args, **kwargs)
+        # A method that is called by another method of its module shares the frame of that method.
+        if self.frames and self.frames[-1].module.scope is scope:
+            with self.watching():
+                return run(*args, **kwargs)
+        is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
+        frame = Frame(module, "" if is_main else context.method_name, {}, trace_behind())
+        self.frames.append(frame)
+        try:
+            is_apart = self.is_apart or not self.owns(scope.root)
+            with self.having(is_apart=is_apart), self.watching(), _without_state_in_variables(scope):
+                return run(*args, **kwargs)
+        finally:
+            self.frames.pop()  # JAX may keep the trace alive
+
+    def look_for_params(self) -> None:
+        root = self.frames[-1].root
+        known = self._num_params.get(root)
+        # This method is called for every primitive, so it must return early if there is no new parameter.
+        if known is not None and not root.is_mutable_collection(PARAMS):
+            return
+        params = _params_of(root)
+        number = len(jax.tree.leaves(params))
+        if known == number or not self.owns(root):
+            return
+        self._num_params.set(root, number)
+        leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(params))[0]
+        self.origins.add(
+            ((*root.path, *(str(key_name(key)) for key in path)), leaf) for path, leaf in leaves
+        )
+
+    # How a contraction is computed.
+
+    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+        """Computes a contraction in FP8 if the rules convert it."""
+        frame = self.frames[-1]
+        found = contraction(row, operands, params, self.origins)
+        site = found.site(frame.path, frame.module, _name_of(found, frame), self._why_no_op())
+        decision = self._rules_here.decide(site)
+        if self._rules_here is not self.rules:
+            decision = decision._replace(rule=None)  # it is an index into the rules of another model
+        bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
+        self.decided.append((bare, decision))
+        if decision.converts and self.in_custom_vjp:
+            raise ValueError(
+                f"{site.path or 'The model'!r} is inside of nn.custom_vjp, whose derivative is the model's "
+                "own. An FP8 op there could not update its scaling state. Leave it wide: "
+                f"quantize_model(model, exclude={site.path!r})."
+            )
+        if self.is_counting:
+            return None, site.scope
+        if not decision.converts:
+            return None, NOT_CONVERTED
+        with jax.named_scope(BY_OP):
+            scope: Any = frame.module.scope
+            options = {"form": self._rules_here.form} if row.has_form else {}
+            parent = scope.push(site.name, reuse=True)
+            op = Fp8Op._for_row(row)(recipe=decision.recipe, **options, parent=parent)
+            out = op(*found.arguments)
+        return found.restore(out), ""
+
+    def _why_no_op(self) -> str | None:
+        """Returns the reason why the running method can have no op; None if it can."""
+        if isinstance(self.frames[-1].module, nn.WeightNorm | nn.SpectralNorm):
+            return "part of a normalization of weights"
+        if self.is_apart:
+            return "in a module that is applied to variables of its own, where there is no place for state"
+        return None
+
+    def on_op(
+        self,
+        op: Fp8Op,
+        recipe: Recipe | None,
+        compute: Any,
+        lhs: Any,
+        rhs: Any,
+        *rest: Any,
+        **keywords: Any,
+    ) -> jax.Array:
+        """Records an op, and computes it."""
+        if recipe is not None and not self.is_apart:
+            kernel = self.origin_of(rhs)
+            # The record outlives the call, so it must not hold arrays.
+            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
+            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+            if op.is_initializing():
+                rank = len(kernel.sources[0].shape) if kernel is not None else 1
+                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
+        return compute(lhs, rhs, *rest, **keywords)
+
+    def origin_of(self, value: Any) -> Origin | None:
+        """Returns the origin of a value; None if it comes from anything but parameters."""
+        self.look_for_params()
+        return self.origins.of(value)
+
+    def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
+        """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
+        if self.is_apart or not self._converts:
+            return None
+        value = self.stored(op, leaf.name)
+        if value is None and op.is_initializing():
+            value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
+            self._put(op, {leaf.name: value})
+        if value is None and leaf.name.swapcase() in state_at(self._outer, op.path[self._depth :]):
+            raise ValueError(
+                f"The scaling state of the FP8 op at {'/'.join(op.path)} is lost in an nn.map_variables "
+                "around nn.scan or nn.vmap: its functions must return all parameters that they get. Let "
+                "them return the others unchanged, or leave the layer wide: "
+                f"quantize_model(model, exclude={'/'.join(op.path[:-1])!r})."
+            )
+        return value
+
+    def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
+        """Returns an array of an op among the parameters; None if there is none of this name."""
+        root = self._root_of(op)
+        found = state_at(_params_of(root), op.path[len(root.path) :])
+        value: jax.Array | None = found.get(name.swapcase())
+        return value
+
+    def _put(self, op: Fp8Op, arrays: Mapping[str, jax.Array]) -> None:
+        """Puts arrays of an op among the parameters."""
+        root = self._root_of(op)
+        if not root.is_mutable_collection(PARAMS):
+            return
+        *modules, name = op.path[len(root.path) :]
+        tree: Any = {name.swapcase(): {leaf.swapcase(): x for leaf, x in arrays.items()}}
+        for module in reversed(modules):
+            tree = {module: tree}
+        for child, below in tree.items():
+            root.put_variable(PARAMS, child, below)
+
+    def _root_of(self, op: Fp8Op) -> Any:
+        """Returns the outermost scope of the running trace that holds the variables of an op.
+
+        In it, no ``nn.map_variables`` of the model has changed the state.
+        """
+        here = trace_behind()
+        own: Any = op.scope
+        root = own.root
+        for frame in reversed(self.frames):
+            if frame.trace is not here:
+                break
+            if op.path[: len(frame.root.path)] == frame.root.path and self.owns(frame.root):
+                root = frame.root
+        return root
+
+    def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
+        before = self.ops.get(path)
+        if before is not None and not _is_same_kernel(before, found):
+            # The op multiplies by several kernels with one state, so none of them can be stored for it.
+            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
+            sources = dict.fromkeys(source for kernel in kernels for source in kernel.sources)
+            found = found._replace(kernel=Origin(tuple(sources), None), has_several_kernels=True)
+        self.ops[path] = found
+
+    @contextlib.contextmanager
+    def ruled_by(self, rules: Rules) -> Iterator[None]:
+        """A context in which other rules decide, for a converted model inside of this model."""
+        with self.having(_rules_here=rules):
+            yield
+
+    def _with_stacking(self, path: tuple[str, ...], found: SeenOp) -> SeenOp:
+        """Returns the record of an op with ``stacked``, from the shapes that the caller's arrays have."""
+        arrays = state_at(self._outer, path[self._depth :])
+        if KERNEL_AXES.swapcase() in arrays:  # init shows along which axes arrays are stacked
+            axes = [_inserted(arrays[name.swapcase()].shape) for name in (KERNEL_AXES, STATE_AXES)]
+            return found._replace(stacked=tuple(map(Stacking, *axes)))
+        before = self.ops.get(path)
+        if before is not None:
+            return found._replace(stacked=before.stacked)
+        kernels: list[tuple[int, ...]] = []
+        if found.kernel is not None:
+            source = found.kernel.sources[0]
+            kernels = _axes_of(np.shape(_leaf_at(self._outer, source.path[self._depth :])), source.shape)
+        states: list[tuple[int, ...]] = []
+        for role, quantizer in found.gemms.delayed.items():
+            history = arrays.get(state_leaf_names(role)[1].swapcase())
+            if history is not None and role not in found.op.row.stacked:
+                states = _axes_of(history.shape, (quantizer.amax_history_len,))
+        pairs = [(a, b) for a in kernels or states for b in states or kernels if len(a) == len(b)]
+        alike = [pair for pair in pairs if pair[0] == pair[1]] or pairs
+        if not alike:  # layers that share the parameters, and not the state
+            return found._replace(stacked=tuple(Stacking(None, axis) for axis in (states or [()])[0]))
+        if len(alike) > 1 and not states and found.kernel is not None:
+            # The shapes do not say along which axis the kernels are stacked, so none of them is stored.
+            found = found._replace(kernel=found.kernel._replace(moves=None))
+        return found._replace(stacked=tuple(map(Stacking, *alike[0])))
+
+
+def _inserted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes by which an array without elements was stacked, the first one first."""
+    axes = [axis for axis, size in enumerate(shape) if size]
+    return tuple(axis - number for number, axis in enumerate(axes))
+
+
+def _axes_of(whole: tuple[int, ...], part: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns along which axes arrays of the shape ``part`` may have been stacked, the outermost first."""
+    if len(whole) <= len(part):
+        return [()]
+    others = [(axis, whole[:axis] + whole[axis + 1 :]) for axis in range(len(whole))]
+    if len(whole) == len(part) + 1:
+        return [(axis,) for axis, rest in others if rest == part]
+    return [(axis, *inner) for axis, rest in others for inner in _axes_of(rest, part)]
+
+
+def _leaf_at(params: Any, path: tuple[str, ...]) -> Any:
+    """Returns a parameter by its path, also in tuples and structs."""
+    leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(params))[0]
+    found = (x for keys, x in leaves if tuple(str(key_name(key)) for key in keys) == path)
+    return next(found, None)
+
+
+def _params_of(root: Any) -> Any:
+    """Returns the parameters in a root scope, with the state, which ``root.variables`` may hide."""
+    return type(root).variables(root).get(PARAMS, {})
+
+
+@contextlib.contextmanager
+def _without_state_in_variables(scope: Any) -> Iterator[None]:
+    """A context in which ``self.variables`` of a module has the state where the caller has it."""
+    before = vars(scope).get("variables")
+    scope.variables = lambda: split(type(scope).variables(scope))
+    try:
+        yield
+    finally:
+        del scope.variables
+        if before is not None:
+            scope.variables = before
+
+
+def _name_of(found: Contraction, frame: Frame) -> str:
+    """Returns the name of the op of a contraction.
+
+    In a Linen layer that takes ops, the op has the name that an op given by hand would have. Products of
+    activations have no kernel to be named by; they are numbered.
+    """
+    if found.kernel is None:
+        product = f"{frame.method}_{found.kind}".lstrip("_")
+        return f"{found.row.name}_{product}_{frame.count(product)}"
+    fields = ("dot_general_cls", "conv_general_dilated_cls")
+    takes_ops = isinstance(frame.module, nn.Einsum) or any(hasattr(frame.module, one) for one in fields)
+    is_of_kernel = any(source.path == (*frame.path, "kernel") for source in found.kernel.sources)
+    # A layer of Linen has one contraction.
+    if takes_ops and (is_of_kernel or type(frame.module).__module__.startswith("flax.")):
+        return f"{found.row.name}_0"
+    return f"{found.row.name}_{found.name(frame.path)}"
 
 
 def _as_struct(x: Any) -> Any:

@@ -66,7 +66,7 @@ class _Converted(AroundCalls):
         calls, cls = conversion().calls, type(self)
         if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
             return compute(self, args, kwargs)
-        if calls and self._fp8_serving is None and calls[-1].origins.has_place(self.scope.root):
+        if calls and self._fp8_serving is None and calls[-1].owns(self.scope.root):
             with calls[-1].ruled_by(self._fp8_rules):
                 return compute(self, args, kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)

@@ -17,6 +17,7 @@ from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax
 from fp8flax._model.rules import Rules
+from fp8flax._model.state_in_params import merged, split
 from fp8flax._serve.hidden_state import (
     CODES,
     INPUT_SCALE,
@@ -51,8 +52,7 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
 class ServingCall(Call):
     """A call of a serving model, which reads kernels and scales from the variables and changes none."""
 
-    beside_params = SERVED
-    collections = (PARAMS, SERVED)
+    collections = (PARAMS,)
 
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
@@ -61,10 +61,11 @@ class ServingCall(Call):
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the variables with codes for the ops, and wide parameters whose values are not used."""
         variables = jax.tree.map(as_jax, variables)
-        return as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
+        variables = as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
+        return merged(variables, SERVED)
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        variables = {name: value for name, value in variables.items() if name != SERVED}
+        variables = {PARAMS: split(variables)[PARAMS]}
         if self.is_init:
             params = as_caller_sees_init(variables.get(PARAMS, {}), list(self._ops.values()))
             variables = {**variables, PARAMS: params}
@@ -97,7 +98,7 @@ class ServingCall(Call):
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
-            input_scale: Any = op.get_variable(SERVED, INPUT_SCALE)
+            input_scale: Any = self.stored(op, INPUT_SCALE)
             return computed(op.row, gemms, *kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             # An op without a plan multiplies by the dequantized kernel. If it quantizes this kernel again,
@@ -107,7 +108,7 @@ class ServingCall(Call):
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
             # Nothing is left to quantize.
             return op.row.plain(lhs, rhs, *rest, **keywords)
-        return compute(lhs, rhs, *rest, frozen=(_fixed_states(op, gemms), gemms), **keywords)
+        return compute(lhs, rhs, *rest, frozen=(_fixed_states(self, op, gemms), gemms), **keywords)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
         check_is_on(recipe)
@@ -123,21 +124,24 @@ class ServingCall(Call):
         """Returns the codes and the scales for the placeholder ``rhs``; None if the kernel stays wide."""
         if served.kernel is None:
             return None
-        origin = self.origins.of(rhs, op.scope)
+        origin = self.origin_of(rhs)
         if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel[0]:
             raise ValueError(
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        codes = origin.rebuild(op.get_variable(SERVED, CODES), casts=False)
-        return codes, op.get_variable(SERVED, KERNEL_SCALE)
+        codes, scale = self.stored(op, CODES), self.stored(op, KERNEL_SCALE)
+        assert codes is not None
+        assert scale is not None
+        return origin.rebuild(codes, casts=False), scale
 
 
-def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:
+def _fixed_states(call: ServingCall, op: Fp8Op, gemms: CustomRecipe) -> States:
     """Returns states with the fixed scales and histories of zeros, so that the scales do not change."""
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)
-        scale = constant(op.get_variable(SERVED, name, jnp.ones((1,))))
+        scale = call.stored(op, name)
+        scale = constant(jnp.ones((1,)) if scale is None else scale)
         states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
     return States(**states)

@@ -480,20 +480,21 @@ class Shared(nn.Module):
     """Three layers with the same parameters, as ``nn.scan`` or ``nn.vmap`` makes them."""
 
     lift: str
-    state_axis: int | None = None
+    op: type | None = None
 
     @nn.compact
     def __call__(self, x):
-        own = {} if self.state_axis is None else {OWG: self.state_axis}
+        own = {} if self.op is None else {OWG: 0}
+        layer = partial(nn.Dense, 16, use_bias=False, dot_general_cls=self.op)
         if self.lift == "vmap":
             dense = nn.vmap(nn.Dense, variable_axes={"params": None, **own}, split_rngs={"params": False})
-            return dense(16, use_bias=False)(x)
+            return dense(*layer.args, **layer.keywords)(x)
 
         def step(layer, x, _):
             return layer(x), None
 
         options = {"variable_broadcast": "params", "variable_axes": own, "split_rngs": {"params": False}}
-        return nn.scan(step, length=3, **options)(nn.Dense(16, use_bias=False), x, None)[0]
+        return nn.scan(step, length=3, **options)(layer(), x, None)[0]
 
 
 @pytest.mark.parametrize("lift", ["scan", "vmap"])
@@ -502,9 +503,9 @@ def test_layers_that_share_their_parameters(lift):
     model8, variables = trained(Shared(lift), x, recipe=RECIPES["delayed"])
     serve, served = fp8.freeze(model8, variables)
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-    model8, variables = trained(Shared(lift, 0), x, recipe=RECIPES["delayed"])
+    by_hand = Shared(lift, fp8.Fp8DotGeneralOp)
     with pytest.raises(ValueError, match="share the parameters of .* each has scaling state of its own"):
-        fp8.freeze(model8, variables)
+        fp8.freeze(by_hand, by_hand.init(jax.random.key(0), x), x)
 
 
 def test_shapes_without_values():
