@@ -138,7 +138,7 @@ class Call(Interception):
         self._depth = 0
         """The length of the path of the model."""
         self._num_params = ByIdentity()
-        """How many parameters of each root scope ``origins`` knows."""
+        """How many parameters, or modules with parameters, ``origins`` knows of each scope."""
 
     # How a call begins and ends.
 
@@ -224,20 +224,26 @@ class Call(Interception):
             self.frames.pop()  # JAX may keep the trace alive
 
     def look_for_params(self) -> None:
-        root = self.frames[-1].root
-        known = self._num_params.get(root)
         # This method is called for every primitive, so it must return early if there is no new parameter.
-        if known is not None and not root.is_mutable_collection(PARAMS):
-            return
-        params = _params_of(root)
-        number = len(jax.tree.leaves(params))
-        if known == number or not self.owns(root):
-            return
-        self._num_params.set(root, number)
-        leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(params))[0]
-        self.origins.add(
-            ((*root.path, *(str(key_name(key)) for key in path)), leaf) for path, leaf in leaves
-        )
+        # Only a running method makes parameters.
+        frame = self.frames[-1]
+        scope: Any = frame.module.scope
+        if self._num_params.get(frame.root) is None:
+            self._num_params.set(frame.root, 0)
+            self._add_params(frame.root)
+        if frame.root.is_mutable_collection(PARAMS):
+            number = len(_params_of(scope))
+            if self._num_params.get(scope) != number:
+                self._num_params.set(scope, number)
+                self._add_params(scope)
+
+    def _add_params(self, scope: Any) -> None:
+        """Tells ``origins`` of the parameters in a scope."""
+        if self.owns(scope.root):
+            leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(_params_of(scope)))[0]
+            self.origins.add(
+                ((*scope.path, *(str(key_name(key)) for key in path)), leaf) for path, leaf in leaves
+            )
 
     # How a contraction is computed.
 
