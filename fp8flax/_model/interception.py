@@ -88,12 +88,12 @@ class Interception(ABC):
         again.
         """
         front = current_trace()
-        if isinstance(front, _Front) and front.interception is self:
+        if isinstance(front, Front) and front.interception is self:
             return contextlib.nullcontext()
-        return running_in(_Front(self))
+        return running_in(Front(self))
 
 
-class _Front(FrontTrace):
+class Front(FrontTrace):
     """Sends the contractions of the methods that run in one trace of JAX to an ``Interception``."""
 
     def __init__(self, interception: Interception) -> None:

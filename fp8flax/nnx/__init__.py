@@ -25,7 +25,8 @@ from fp8flax.nnx.training import (
 from fp8flax.nnx.training import check_state as check_state
 
 # Whole models.
-from fp8flax.nnx.models import quantize_model as quantize_model, report as report
+from fp8flax._model.quantize_model import quantize_model as quantize_model
+from fp8flax._model.report import report as report
 
 # Serving, and what comes before.
 from fp8flax.nnx.training import calibrate as calibrate
