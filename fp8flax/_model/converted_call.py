@@ -66,6 +66,8 @@ class Seen:
         self.decided: list[tuple[Site, Decision]] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
         self.used_otherwise: set[tuple[str, ...]] = set()
+        self.stacked: dict[tuple[str, ...], tuple[Stacking, ...]] = {}
+        """``SeenOp.stacked`` by the paths of ops, from calls of ``init``."""
 
     def __deepcopy__(self, memo: Any) -> Seen:
         return self  # a copy of the model shares the record
@@ -167,7 +169,7 @@ class Call(Interception):
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them."""
         if self.is_init:
-            self._outer = jax.tree.map(_as_struct, variables.get(PARAMS, {}))
+            self._outer = jax.tree.map(_as_struct, merged(variables)[PARAMS])
         return split(variables)
 
     def finish(self, model: Any, method: str) -> None:
@@ -183,13 +185,14 @@ class Call(Interception):
             for path, found in found_here.items():
                 if _is_of_other_variables(seen.ops.get(path), found):
                     del self.ops[path]
-                self._record(path, self._with_stacking(path, found))
+                seen.stacked[path] = self._stacking(path, found) or seen.stacked.get(path, ())
+                self._record(path, found._replace(stacked=seen.stacked[path]))
             seen.ops = self.ops
             seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
             self.rules.check_matched(self.decided)
             is_converted = self.ops or any(decision.converts for _, decision in self.decided)
-            if not (is_converted or self.is_counting):
+            if self._converts and not (is_converted or self.is_counting):
                 raise ValueError(self.rules.why_unconverted(self.decided))
 
     # How methods run.
@@ -375,55 +378,25 @@ class Call(Interception):
         with self.having(_rules_here=rules):
             yield
 
-    def _with_stacking(self, path: tuple[str, ...], found: SeenOp) -> SeenOp:
-        """Returns the record of an op with ``stacked``, from the shapes that the caller's arrays have."""
+    def _stacking(self, path: tuple[str, ...], found: SeenOp) -> tuple[Stacking, ...] | None:
+        """Returns ``SeenOp.stacked`` of an op after a call of ``init``; None after other calls."""
         arrays = state_at(self._outer, path[self._depth :])
-        if KERNEL_AXES.swapcase() in arrays:  # init shows along which axes arrays are stacked
-            axes = [_inserted(arrays[name.swapcase()].shape) for name in (KERNEL_AXES, STATE_AXES)]
-            return found._replace(stacked=tuple(map(Stacking, *axes)))
-        before = self.ops.get(path)
-        if before is not None:
-            return found._replace(stacked=before.stacked)
-        kernels: list[tuple[int, ...]] = []
-        if found.kernel is not None:
-            source = found.kernel.sources[0]
-            kernels = _axes_of(np.shape(_leaf_at(self._outer, source.path[self._depth :])), source.shape)
-        states: list[tuple[int, ...]] = []
-        for role, quantizer in found.gemms.delayed.items():
+        if KERNEL_AXES.swapcase() not in arrays:
+            return None
+        kernel, state = (_inserted(arrays[name.swapcase()].shape) for name in (KERNEL_AXES, STATE_AXES))
+        for role in found.gemms.delayed:
             history = arrays.get(state_leaf_names(role)[1].swapcase())
-            if history is not None and role not in found.op.row.stacked:
-                states = _axes_of(history.shape, (quantizer.amax_history_len,))
-        pairs = [(a, b) for a in kernels or states for b in states or kernels if len(a) == len(b)]
-        alike = [pair for pair in pairs if pair[0] == pair[1]] or pairs
-        if not alike:  # layers that share the parameters, and not the state
-            return found._replace(stacked=tuple(Stacking(None, axis) for axis in (states or [()])[0]))
-        if len(alike) > 1 and not states and found.kernel is not None:
-            # The shapes do not say along which axis the kernels are stacked, so none of them is stored.
-            found = found._replace(kernel=found.kernel._replace(moves=None))
-        return found._replace(stacked=tuple(map(Stacking, *alike[0])))
+            is_one = role not in found.op.row.stacked
+            if history is not None and is_one and history.ndim != len(state) + 1:
+                # Layers that share the parameters, and not the state.
+                return (Stacking(None, 0),) * (history.ndim - 1)
+        return tuple(map(Stacking, kernel, state))
 
 
 def _inserted(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the axes by which an array without elements was stacked, the first one first."""
     axes = [axis for axis, size in enumerate(shape) if size]
     return tuple(axis - number for number, axis in enumerate(axes))
-
-
-def _axes_of(whole: tuple[int, ...], part: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns along which axes arrays of the shape ``part`` may have been stacked, the outermost first."""
-    if len(whole) <= len(part):
-        return [()]
-    others = [(axis, whole[:axis] + whole[axis + 1 :]) for axis in range(len(whole))]
-    if len(whole) == len(part) + 1:
-        return [(axis,) for axis, rest in others if rest == part]
-    return [(axis, *inner) for axis, rest in others for inner in _axes_of(rest, part)]
-
-
-def _leaf_at(params: Any, path: tuple[str, ...]) -> Any:
-    """Returns a parameter by its path, also in tuples and structs."""
-    leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(params))[0]
-    found = (x for keys, x in leaves if tuple(str(key_name(key)) for key in keys) == path)
-    return next(found, None)
 
 
 def _params_of(root: Any) -> Any:

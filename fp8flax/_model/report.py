@@ -25,7 +25,6 @@ from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
 from fp8flax._model.wrapped_module import trace_apply
-from fp8flax._train.bridge import eval_init
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +148,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, "flax.linen", "report", SEE_AUDIT)
     with counting():
-        shapes, _ = eval_init(model, args, kwargs)
-        program = trace_apply(model, shapes, args, kwargs)
+        program = trace_apply(model, None, args, kwargs)
     return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(model).decided})
 
 

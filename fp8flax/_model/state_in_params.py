@@ -55,7 +55,8 @@ def _with_state(params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str
         if any(isinstance(child, Mapping) for child in value.values()):
             result[name] = _with_state(result.get(name, {}), value)
         else:
-            result[name.swapcase()] = {leaf.swapcase(): x for leaf, x in value.items()}
+            arrays = {leaf.swapcase(): x for leaf, x in value.items()}
+            result[name.swapcase()] = {**result.get(name.swapcase(), {}), **arrays}
     return result
 
 

@@ -18,7 +18,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._model.converted_call import Call, seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._train.bridge import split_arrays
+from fp8flax._train.bridge import eval_init, split_arrays
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
@@ -126,24 +126,19 @@ def _is_equal(self: Any, other: Any) -> bool:
 
 
 def _as_method(model: Any, method: Any) -> Any:
-    """Returns the method to give to Linen's ``apply`` or ``init``, so that what it computes is converted."""
-    name = method if isinstance(method, str) else getattr(method, "__name__", "")
-    found = getattr(model, method, None) if isinstance(method, str) else method
-    if isinstance(found, nn.Module) and isinstance(method, str):
-        return lambda model, *args, **kwargs: model._fp8_run(
-            partial(_call_submodule, method), *args, **kwargs
-        )
-    if found is None or not callable(found):
+    """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
+    if isinstance(method, str):
+        name, found = method, getattr(model, method, None)
+        if isinstance(found, nn.Module):
+            return _as_method(model, lambda model, *args, **kwargs: getattr(model, name)(*args, **kwargs))
+        method = found if callable(found) else method
+    if method is None or not callable(method):
         return method  # None is __call__; for other values Linen raises the error
-    function = getattr(found, "__func__", found)
-    own = vars(type(model)).get(name)
+    function = getattr(method, "__func__", method)
+    own = vars(type(model)).get(getattr(function, "__name__", ""))
     if own is not None and function in (own, own.__wrapped__):
         return own
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
-
-
-def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(model, name)(*args, **kwargs)
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -182,7 +177,16 @@ def _assembled(
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
+
+    Before, it traces ``init``, to record how loops stack variables. If ``shapes`` is None, the variables
+    have the shapes of ``init``.
+    """
+    seen = seen_of(model)
+    ops, used_otherwise = seen.ops, set(seen.used_otherwise)
+    made, _ = eval_init(model, args, kwargs)
+    seen.ops, seen.used_otherwise = ops, used_otherwise  # of methods that serve
+    shapes = made if shapes is None else shapes
     arrays, fill = split_arrays(args, kwargs)
 
     def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
