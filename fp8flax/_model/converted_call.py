@@ -25,7 +25,7 @@ from fp8flax._model.interception import Interception
 from fp8flax._model.param_origin import ByIdentity, Move, Origin
 from fp8flax._model.program_reads import CAST
 from fp8flax._model.rules import Decision, Rules, Site
-from fp8flax._model.state_in_params import KERNEL_AXES, STATE_AXES, merged, split, state_at
+from fp8flax._model.state_places import KERNEL_AXES, STATE, STATE_AXES, merged, placed, split, state_at
 
 # Linen's transformations pass the flags of a scope on to the scopes that they make.
 _MARK = "fp8flax"
@@ -117,7 +117,7 @@ class Frame(NamedTuple):
 class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
-    collections: tuple[str, ...] = (PARAMS, OVERWRITE_WITH_GRADIENT)
+    collections = (PARAMS, STATE, OVERWRITE_WITH_GRADIENT)
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
@@ -136,7 +136,9 @@ class Call(Interception):
         self._converts = rules.include != ()
         """Whether any contraction can be converted; otherwise all ops of the model were given by hand."""
         self._outer: Mapping[str, Any] = {}
-        """The shapes of the parameters and the state, as the caller has them or gets them."""
+        """The shapes of the variables that the caller has or gets."""
+        self._made: set[tuple[str, ...]] = set()
+        """The ops for which ``init`` has made variables."""
         self._depth = 0
         """The length of the path of the model."""
         self._num_params = ByIdentity()
@@ -163,13 +165,16 @@ class Call(Interception):
         """Returns the collections of the caller as the method sees them: with JAX arrays."""
         variables = jax.tree.map(as_jax, variables)
         with_state = merged(variables)
-        self._outer = jax.tree.map(_as_struct, with_state[PARAMS])
+        self._outer = jax.tree.map(_as_struct, with_state)
         return with_state if self._converts else variables
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them."""
         if self.is_init:
-            self._outer = jax.tree.map(_as_struct, merged(variables)[PARAMS])
+            self._outer = jax.tree.map(_as_struct, merged(variables))
+            for path in self._made:
+                if not state_at(self._outer, path[self._depth :]):
+                    raise _lost(path)
         return split(variables)
 
     def finish(self, model: Any, method: str) -> None:
@@ -212,6 +217,10 @@ class Call(Interception):
         if isinstance(module, Fp8Op) or scope is None:
             with unwatched(), self.passing(), jax.named_scope(BY_OP):
                 return run(*args, **kwargs)
+        if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
+            arrays = state_at(_variables_of(scope.root), scope.path[len(scope.root.path) :])
+            state = {name.swapcase(): x for name, x in arrays.items()}
+            _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
         if self.frames and self.frames[-1].module.scope is scope:
             with self.watching():
@@ -302,7 +311,7 @@ class Call(Interception):
             # The record outlives the call, so it must not hold arrays.
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
             self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-            if op.is_initializing():
+            if op.is_initializing() and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
                 rank = len(kernel.sources[0].shape) if kernel is not None else 1
                 self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
         return compute(lhs, rhs, *rest, **keywords)
@@ -321,47 +330,46 @@ class Call(Interception):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
             self._put(op, {leaf.name: value})
         if value is None and leaf.name.swapcase() in state_at(self._outer, op.path[self._depth :]):
-            raise ValueError(
-                f"The scaling state of the FP8 op at {'/'.join(op.path)} is lost in an nn.map_variables "
-                "around nn.scan or nn.vmap: its functions must return all parameters that they get. Let "
-                "them return the others unchanged, or leave the layer wide: "
-                f"quantize_model(model, exclude={'/'.join(op.path[:-1])!r})."
-            )
+            raise _lost(op.path)
         return value
 
     def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
-        """Returns an array of an op among the parameters; None if there is none of this name."""
-        root = self._root_of(op)
-        found = state_at(_params_of(root), op.path[len(root.path) :])
-        value: jax.Array | None = found.get(name.swapcase())
-        return value
+        """Returns an array that the variables hold for an op; None if there is none of this name."""
+        same, others = self._roots_of(op.path)
+        for root in (*same, *others):
+            variables = _variables_of(root)
+            if root in others:  # another trace, in which the parameters of a loop are stacked
+                variables = {STATE: variables.get(STATE, {})}
+            found = state_at(variables, op.path[len(root.path) :])
+            if name.swapcase() in found:
+                value: jax.Array = found[name.swapcase()]
+                return value
+        return None
 
     def _put(self, op: Fp8Op, arrays: Mapping[str, jax.Array]) -> None:
-        """Puts arrays of an op among the parameters."""
-        root = self._root_of(op)
-        if not root.is_mutable_collection(PARAMS):
-            return
-        *modules, name = op.path[len(root.path) :]
-        tree: Any = {name.swapcase(): {leaf.swapcase(): x for leaf, x in arrays.items()}}
-        for module in reversed(modules):
-            tree = {module: tree}
-        for child, below in tree.items():
-            root.put_variable(PARAMS, child, below)
+        """Puts arrays of an op into the variables, among the parameters if the op is in a loop."""
+        root = self._roots_of(op.path)[0][0]
+        collection = STATE if root.is_mutable_collection(STATE) else PARAMS
+        if root.is_mutable_collection(collection):
+            self._made.add(op.path)
+            for name, below in placed(collection, op.path[len(root.path) :], arrays)[collection].items():
+                root.put_variable(collection, name, below)
 
-    def _root_of(self, op: Fp8Op) -> Any:
-        """Returns the outermost scope of the running trace that holds the variables of an op.
+    def _roots_of(self, path: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+        """Returns the root scopes of the running methods that hold the variables of an op.
 
-        In it, no ``nn.map_variables`` of the model has changed the state.
+        First those of the running trace, from the outermost: in this one, no ``nn.map_variables`` of the
+        model has changed the state. Then those of other traces, from the innermost.
         """
         here = trace_behind()
-        own: Any = op.scope
-        root = own.root
+        same, others = list[Any](), list[Any]()
         for frame in reversed(self.frames):
-            if frame.trace is not here:
-                break
-            if op.path[: len(frame.root.path)] == frame.root.path and self.owns(frame.root):
-                root = frame.root
-        return root
+            if path[: len(frame.root.path)] == frame.root.path and self.owns(frame.root):
+                if frame.trace is here and not others:
+                    same.insert(0, frame.root)
+                else:
+                    others.append(frame.root)
+        return same, others
 
     def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
         before = self.ops.get(path)
@@ -399,16 +407,30 @@ def _inserted(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis - number for number, axis in enumerate(axes))
 
 
-def _params_of(root: Any) -> Any:
-    """Returns the parameters in a root scope, with the state, which ``root.variables`` may hide."""
-    return type(root).variables(root).get(PARAMS, {})
+def _variables_of(scope: Any) -> Any:
+    """Returns the variables in a scope, also those that ``scope.variables`` hides."""
+    return type(scope).variables(scope)
+
+
+def _params_of(scope: Any) -> Any:
+    return _variables_of(scope).get(PARAMS, {})
+
+
+def _lost(path: tuple[str, ...]) -> ValueError:
+    """Returns the error for an op in a loop whose state does not come through to it."""
+    layer = "/".join(path[:-1])
+    return ValueError(
+        f"The scaling state of the FP8 op at {'/'.join(path)} is lost in an nn.map_variables around "
+        "nn.scan or nn.vmap: its functions must return all parameters that they get. Let them return the "
+        f"others unchanged, or leave the layer wide: quantize_model(model, exclude={layer!r})."
+    )
 
 
 @contextlib.contextmanager
 def _without_state_in_variables(scope: Any) -> Iterator[None]:
     """A context in which ``self.variables`` of a module has the state where the caller has it."""
     before = vars(scope).get("variables")
-    scope.variables = lambda: split(type(scope).variables(scope))
+    scope.variables = lambda: split(_variables_of(scope))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_in_params import merged, split
+from fp8flax._model.state_places import merged, split
 from fp8flax._serve.hidden_state import (
     CODES,
     INPUT_SCALE,
@@ -52,8 +52,6 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
 class ServingCall(Call):
     """A call of a serving model, which reads kernels and scales from the variables and changes none."""
 
-    collections = (PARAMS,)
-
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._ops = {op.path: op for op in serving.ops}
@@ -65,7 +63,7 @@ class ServingCall(Call):
         return merged(variables, SERVED)
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        variables = {PARAMS: split(variables)[PARAMS]}
+        variables = {PARAMS: split(variables).get(PARAMS, {})}
         if self.is_init:
             params = as_caller_sees_init(variables.get(PARAMS, {}), list(self._ops.values()))
             variables = {**variables, PARAMS: params}
