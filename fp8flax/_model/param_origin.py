@@ -213,7 +213,7 @@ class ParamOrigins:
         for i, (result, returned) in enumerate(zip(results, uses.returns)):
             if returned is not None:
                 origin = origins[returned]
-            elif is_moved and all(d.is_moved for d in made_of):
+            elif is_moved:
                 origin = _moved(primitive, params, operands[0], made_of, i)
             elif all(d is not None or self._is_constant(x) for x, d in zip(operands, origins)):
                 origin = _computed(operands, origins, result)
@@ -273,7 +273,7 @@ def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Ori
     moves = made_of[0].moves if len(made_of) == 1 else None
     if moves is not None:
         moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
-    return Origin(_sources_of(made_of), moves)
+    return Origin(_sources_of(made_of), moves, all(d.is_moved for d in made_of))
 
 
 def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origin:

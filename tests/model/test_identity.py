@@ -161,6 +161,57 @@ def test_one_kernel_used_twice_has_one_state():
     assert history[0] == jnp.max(jnp.abs(3 * x))
 
 
+PARTS = {
+    "w": lambda x, w: x @ w,
+    "w-T": lambda x, w: x @ w.T,
+    "w-axis0-0-4": lambda x, w: x[:, :4] @ w[:4],
+    "w-axis1-0-4": lambda x, w: x @ w[:, :4],
+    "w-axis1-0-4-T": lambda x, w: x[:, :4] @ w[:, :4].T,
+    "w-8x2x4-axis1-1": lambda x, w: x @ w.reshape(8, 2, 4)[:, 1],
+    "w-T-8x2x4-axis1-1": lambda x, w: x @ w.T.reshape(8, 2, 4)[:, 1],
+    "w-axis1-0-2-w-axis1-6-8": lambda x, w: x @ jnp.concatenate([w[:, :2], w[:, 6:]], 1),
+}
+
+
+CHANGES = {
+    "as it is": lambda w: w,
+    "scaled": lambda w: 0.5 * w,
+    "centered": lambda w: w - w.mean(0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_parts_that_differ_have_states_that_differ(change):
+    """Also if the kernel is computed from the parameter and numbers, as standardized weights are."""
+
+    class Parts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = change(self.param("w", init, (8, 8)))
+            return sum(jnp.sum(multiply(x, w)) for multiply in PARTS.values())
+
+    variables = fp8.quantize_model(Parts(), **ALL).init(jax.random.key(0), normal(0, 4, 8))
+    assert {name.removeprefix("Fp8DotGeneralOp_") for name in names(variables)} == set(PARTS)
+
+
+def test_a_small_half_beside_a_large_one():
+    """The two slices have equal ranges of different axes, so one scale would make the small half zero."""
+
+    class Halves(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", lambda key: jnp.full((8, 8), 1e-6).at[4:, :4].set(1e3))
+            return x[:, :4] @ w[:4], x @ w[:, :4]
+
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Halves(), **ALL)
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
+    for out, expected in zip(
+        model8.apply(variables, x), Halves().apply({"params": variables["params"]}, x)
+    ):
+        close(out, expected)
+
+
 class SignGrad(nn.Module):
     @nn.compact
     def __call__(self, x):
