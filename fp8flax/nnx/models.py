@@ -320,11 +320,16 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
         run = DryRun(copy, lambda site, node: options.decide(site))
         run.trace(inputs, {})
         products = list(run.products.values())
-    elif not layers:
+    if not layers and not products:
         names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
         raise ValueError(
-            f"The model has no layer that takes an op: none of {names}. To convert the products that its "
-            "modules write out, pass inputs: fp8flax.quantize_model(model, x)."
+            f"The model has no layer that takes an op: none of {names}. "
+            + (
+                "With these inputs its modules compute no other contraction either, outside of JAX's own "
+                "lax.scan, jax.checkpoint and custom derivatives."
+                if inputs
+                else "To convert what its modules write out, pass inputs: fp8flax.quantize_model(model, x)."
+            )
         )
     of_layers = [(layer.site, options.decide(layer.site)) for layer in layers]
     decided = [*of_layers, *((product.site, product.decision) for product in products)]

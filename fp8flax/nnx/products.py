@@ -19,6 +19,7 @@ from flax import nnx
 
 from fp8flax._compat.traces import current_trace, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED
+from fp8flax._core.plans.ops import DOT_GENERAL
 from fp8flax._core.plans.row import OpRow
 from fp8flax._model.contraction_site import Contraction, contraction
 from fp8flax._model.interception import Front, Interception
@@ -54,9 +55,10 @@ class ModuleCall(Interception):
 
     def name_of(self, found: Contraction) -> str:
         """Returns the name of the attribute that holds the op of a contraction."""
+        prefix = "fp8" if found.row is DOT_GENERAL else f"fp8_{found.row.nnx_field}"
         if found.kernel is not None:
-            return "fp8_" + found.name(()).replace("-", "_")
-        name = f"fp8_{self.method}_{found.kind}_{self.num_products}".replace("__", "_")
+            return f"{prefix}_{found.name(()).replace('-', '_')}"
+        name = f"{prefix}_{self.method}_{found.kind}_{self.num_products}".replace("__", "_")
         self.num_products += 1
         return name
 

@@ -152,6 +152,29 @@ def test_stacked_modules(how):
     assert how == "vmap" or {row.count for row in report.rows} == {3}
 
 
+class Experts(nnx.Module):
+    """One parameter in a ragged dot, in an einsum, and in places that are not looked into."""
+
+    def __init__(self):
+        self.w = param(2, 8, 8)
+
+    def __call__(self, x):
+        x = jax.lax.ragged_dot(x, self.w[...], jnp.array([1, 3]))
+        x = jnp.einsum("bi,eio->bo", x, self.w[...])
+        x, _ = jax.lax.scan(lambda x, _: (x @ self.w[0], None), x, length=2)
+        return jax.checkpoint(lambda x: x @ self.w[1])(x)
+
+
+def test_experts_and_places_that_are_not_looked_into():
+    model8 = fp8.quantize_model(Experts(), X, include=".*")
+    assert set(ops_of(model8)) == {"fp8_ragged_dot_w", "fp8_w"}
+    assert model8.fp8_ragged_dot_w.kernel_scale.shape == (2, 1)
+    assert_in_fp8(model8, Experts(), X)
+    report = fp8.report(model8, X)
+    assert [row.kernel for row in report.rows] == ["w", "w"]
+    assert len(report.unseen) == 2
+
+
 def test_products_of_activations():
     attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     x = X[None]
@@ -175,6 +198,13 @@ def test_a_failed_call_leaves_no_trace():
     assert type(model) is Fails
     assert str(jax.make_jaxpr(jnp.tanh)(X)) == str(before)
     assert jax.eval_shape(lambda x: x @ x.T, X).shape == (4, 4)
+
+
+def test_nothing_to_convert():
+    with pytest.raises(ValueError, match="no layer .* pass inputs"):
+        fp8.quantize_model(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="no other contraction"):
+        fp8.quantize_model(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), X)
 
 
 def test_a_linen_model_takes_no_inputs():
