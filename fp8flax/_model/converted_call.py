@@ -13,75 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._compat.traces import trace_behind, unwatched
-from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.plans.row import OpRow
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import key_name
 from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.contraction_site import Contraction, contraction
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import ByIdentity, Move, Origin
-from fp8flax._model.program_reads import CAST
+from fp8flax._model.param_origin import ByIdentity, Origin
+from fp8flax._model.record import Seen as Seen
+from fp8flax._model.record import SeenOp as SeenOp
+from fp8flax._model.record import add_op, stacking
+from fp8flax._model.record import seen_of as seen_of
 from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._model.state_places import KERNEL_AXES, STATE, STATE_AXES, merged, placed, split, state_at
 
 # Linen's transformations pass the flags of a scope on to the scopes that they make.
 _MARK = "fp8flax"
 """The flag that holds the calls that a scope belongs to."""
-
-
-class Stacking(NamedTuple):
-    """How ``nn.scan`` or ``nn.vmap`` stacks the variables of a layer.
-
-    An axis may be counted from the end. It is None if the variables are not stacked.
-    """
-
-    params: int | None
-    """The axis of the parameters."""
-    state: int | None
-    """The axis of the state."""
-
-
-class SeenOp(NamedTuple):
-    """The record of an FP8 op that a model computes."""
-
-    op: type[Fp8Op]
-    gemms: CustomRecipe
-    kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only. If the op multiplies
-    by several kernels, all their parameters are joined in it."""
-    args: tuple[Any, ...]
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
-    stacked: tuple[Stacking, ...] = ()
-    """How the variables of the op are stacked, from the outermost transformation to the innermost."""
-    has_several_kernels: bool = False
-
-
-class Seen:
-    """The record of the contractions and the FP8 ops that a model computes; its clones share it."""
-
-    def __init__(self) -> None:
-        self.decided: list[tuple[Site, Decision]] = []
-        self.ops: dict[tuple[str, ...], SeenOp] = {}
-        self.used_otherwise: set[tuple[str, ...]] = set()
-        self.stacked: dict[tuple[str, ...], tuple[Stacking, ...]] = {}
-        """``SeenOp.stacked`` by the paths of ops, from calls of ``init``."""
-
-    def __deepcopy__(self, memo: Any) -> Seen:
-        return self  # a copy of the model shares the record
-
-    def __reduce__(self) -> Any:
-        return Seen, ()  # an unpickled model starts with an empty record
-
-
-def seen_of(model: Any) -> Seen:
-    """Returns the record of a converted model, which is empty before its first call."""
-    if "_fp8_seen" not in vars(model):
-        object.__setattr__(model, "_fp8_seen", Seen())
-    seen: Seen = model._fp8_seen
-    return seen
 
 
 class Frame(NamedTuple):
@@ -186,17 +137,13 @@ class Call(Interception):
         seen = seen_of(model)
         seen.decided = self.decided
         if not self.is_counting:
-            found_here, self.ops = self.ops, dict(seen.ops)
-            for path, found in found_here.items():
-                if _is_of_other_variables(seen.ops.get(path), found):
-                    del self.ops[path]
-                seen.stacked[path] = self._stacking(path, found) or seen.stacked.get(path, ())
-                self._record(path, found._replace(stacked=seen.stacked[path]))
-            seen.ops = self.ops
-            seen.used_otherwise |= self.origins.used_otherwise
+            stacked = {
+                path: stacking(found, self._outer, path[self._depth :]) for path, found in self.ops.items()
+            }
+            seen.add(self.ops, stacked, self.origins.used_otherwise)
         if method == "__call__" and model.is_initializing():
             self.rules.check_matched(self.decided)
-            is_converted = self.ops or any(decision.converts for _, decision in self.decided)
+            is_converted = seen.ops or any(decision.converts for _, decision in self.decided)
             if self._converts and not (is_converted or self.is_counting):
                 raise ValueError(self.rules.why_unconverted(self.decided))
 
@@ -310,7 +257,7 @@ class Call(Interception):
             kernel = self.origin_of(rhs)
             # The record outlives the call, so it must not hold arrays.
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+            add_op(self.ops, op.path, SeenOp(type(op), recipe.gemms, kernel, args))
             if op.is_initializing() and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
                 rank = len(kernel.sources[0].shape) if kernel is not None else 1
                 self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
@@ -371,40 +318,11 @@ class Call(Interception):
                     others.append(frame.root)
         return same, others
 
-    def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
-        before = self.ops.get(path)
-        if before is not None and not _is_same_kernel(before, found):
-            # The op multiplies by several kernels with one state, so none of them can be stored for it.
-            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
-            sources = dict.fromkeys(source for kernel in kernels for source in kernel.sources)
-            found = found._replace(kernel=Origin(tuple(sources), None), has_several_kernels=True)
-        self.ops[path] = found
-
     @contextlib.contextmanager
     def ruled_by(self, rules: Rules) -> Iterator[None]:
         """A context in which other rules decide, for a converted model inside of this model."""
         with self.having(_rules_here=rules):
             yield
-
-    def _stacking(self, path: tuple[str, ...], found: SeenOp) -> tuple[Stacking, ...] | None:
-        """Returns ``SeenOp.stacked`` of an op after a call of ``init``; None after other calls."""
-        arrays = state_at(self._outer, path[self._depth :])
-        if KERNEL_AXES.swapcase() not in arrays:
-            return None
-        kernel, state = (_inserted(arrays[name.swapcase()].shape) for name in (KERNEL_AXES, STATE_AXES))
-        for role in found.gemms.delayed:
-            history = arrays.get(state_leaf_names(role)[1].swapcase())
-            is_one = role not in found.op.row.stacked
-            if history is not None and is_one and history.ndim != len(state) + 1:
-                # Layers that share the parameters, and not the state.
-                return (Stacking(None, 0),) * (history.ndim - 1)
-        return tuple(map(Stacking, kernel, state))
-
-
-def _inserted(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes by which an array without elements was stacked, the first one first."""
-    axes = [axis for axis, size in enumerate(shape) if size]
-    return tuple(axis - number for number, axis in enumerate(axes))
 
 
 def _variables_of(scope: Any) -> Any:
@@ -464,37 +382,3 @@ def _as_struct(x: Any) -> Any:
 def as_jax(x: Any) -> Any:
     """Returns a NumPy array as a JAX array, which keeps its identity in a computation."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
-def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
-    """Returns whether two calls of an op multiply by the same kernel."""
-    if a.kernel is None or b.kernel is None:
-        return a.kernel is b.kernel
-    return a.kernel.sources == b.kernel.sources and _steps(a.kernel) == _steps(b.kernel)
-
-
-def _steps(kernel: Origin) -> Any:
-    """Returns the steps that made a kernel from a parameter, without casts that change no value."""
-    if kernel.moves is None:
-        return None
-    moves = [(m.primitive, m.params, m.result) for m in kernel.moves if not _is_exact_cast(m)]
-    return moves, kernel.is_moved
-
-
-def _is_exact_cast(move: Move) -> bool:
-    """Returns whether a step is a cast that changes no value."""
-    if move.primitive.name != CAST:
-        return False
-    wide, narrow = move.params["new_dtype"], move.dtype
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
-        return bool(wide == narrow)
-    of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)
-    return bool(of_narrow.nmant <= of_wide.nmant and of_narrow.maxexp <= of_wide.maxexp)
-
-
-def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
-    """Returns whether parameters of an op have another dtype or shape than in an earlier call."""
-    if before is None or before.kernel is None or found.kernel is None:
-        return False
-    olds, news = before.kernel.sources, found.kernel.sources
-    return [old.path for old in olds] == [new.path for new in news] and olds != news
