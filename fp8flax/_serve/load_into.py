@@ -15,11 +15,8 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._serve.checkpoints import CheckpointTensor
-from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
-from fp8flax._serve.trees import Path
-
-_SQUARE, _MX = (128, 128), (1, 32)
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path, scale_of_file
 
 
 class Misfit(Exception):  # noqa: N818
@@ -286,51 +283,15 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
 
 
 def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
-    """Returns the scale of a frozen kernel.
-
-    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
-    possible, all must give the same values.
-
-    Args:
-        tensor: the weight.
-        kernel: the shape of the kernel.
-        num_summed: how many of its dimensions are summed over.
-        leaf: the scale of the frozen model.
-    """
-    *stack, out, width = tensor.shape
-    is_e8m0, frozen_shape = _is_narrow(leaf), tuple(leaf.shape)
-    rows, columns = _MX if is_e8m0 else _SQUARE
-    found: list[np.ndarray | None] = []
-    # One scale per block.
-    if frozen_shape == (*stack, 1, -(-out // rows), -(-width // columns)):
-        found.append(_scale_in_blocks(tensor, (rows, columns)))
-    # One scale per tensor.
-    if not is_e8m0 and frozen_shape == (*stack, 1):
-        found.append(_scale_in_blocks(tensor, (out, width)))
-    # One scale per output feature.
-    if not is_e8m0 and frozen_shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
-        found.append(_scale_in_blocks(tensor, (1, width)))
-    can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    bits = {None if scale is None else scale.tobytes() for scale in found}
-    if len(bits) != 1 or found[0] is None or not can_hold:
+    """Returns the scale of a frozen kernel of this shape, which sums over ``num_summed`` dimensions."""
+    found = scale_of_file(tensor.shape, tensor.scale, tensor.block, kernel, num_summed, leaf)
+    if found is None:
         raise Misfit(
             f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is "
-            f"{leaf.dtype}{list(frozen_shape)}. Freeze the model with the recipe of the checkpoint"
+            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(leaf.shape)}. "
+            "Freeze the model with the recipe of the checkpoint"
         )
-    return found[0].reshape(frozen_shape)
-
-
-def _scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarray | None:
-    """Returns the scales of a tensor for blocks of this size in its last two dimensions.
-
-    The result is None if the file has blocks of another size. One scale per tensor fits every size.
-    """
-    sizes = [max(1, n) for n in tensor.shape[-2:]]
-    wanted, given = (list(map(min, sizes, each)) for each in (block, tensor.block[-2:]))
-    if given not in (wanted, sizes):
-        return None
-    return np.broadcast_to(tensor.scale, (*tensor.shape[:-2], *(-(-n // b) for n, b in zip(sizes, wanted))))
+    return found
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> np.ndarray:

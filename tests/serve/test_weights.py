@@ -14,8 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._serve import weights as linen_weights
-from fp8flax.nnx import safetensors as nnx_weights
 from tests.cases import RECIPES, normal
 from tests.models import trained
 
@@ -53,26 +51,25 @@ def test_bits_are_those_of_the_file(recipe, tmp_path, request):
     options = {"weight_only": recipe == "weight_only"}
     model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
     fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables, **options), rename=RENAME)
-    weights = fp8.weights_for_serving(model8, variables, rename=RENAME, **options)
-    assert_as_in_file(weights, tmp_path / "a")
+    weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME, **options)
+    for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
+        assert_as_in_file(weights, tmp_path / "a")
     assert "model.heads_proj.weight" in weights
 
 
 def test_one_program_serves_all_steps(tmp_path):
-    """A second program is made for other options only; the values are those of the step."""
+    """The user compiles it as a function of the variables; the values are those of the step."""
     model8, variables = trained(Net(), X, recipe=RECIPES["delayed"], exclude="last")
-    linen_weights._weights.clear_cache()
-    count, seen = linen_weights._weights._cache_size, set()
+    weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, rename=RENAME))
+    seen = set()
     for _ in range(3):
         variables = {**variables, "params": jax.tree.map(lambda x: x * 1.5, variables["params"])}
-        weights = fp8.weights_for_serving(model8, variables, rename=dict(RENAME))
+        weights = weights_of(variables)
         seen.add(np.asarray(weights["model.up_proj.weight"]).tobytes())
-    assert count() == 1
+    assert weights_of._cache_size() == 1
     assert len(seen) == 3
     fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
     assert_as_in_file(weights, tmp_path / "a")
-    fp8.weights_for_serving(model8, variables, rename={"^up": "down"})
-    assert count() == 2
 
 
 class Methods(nn.Module):
@@ -147,10 +144,10 @@ def test_errors():
         fp8.weights_for_serving(model8, variables, rename={"down": "up"})
     with pytest.raises(ValueError, match="it is frozen already"):
         fp8.weights_for_serving(*fp8.freeze(model8, variables))
-    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.weights_for_serving"):
-        fp8.weights_for_serving(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {})
-    with pytest.raises(TypeError, match=r"fp8flax\.weights_for_serving"):
-        fp8nnx.weights_for_serving(model8, X)
+    with pytest.raises(TypeError, match=r"variables must be the collections of the model; got ndarray"):
+        fp8.weights_for_serving(model8, X)
+    with pytest.raises(TypeError, match=r"must be a flax\.nnx\.Module or a flax\.linen\.Module; got dict"):
+        fp8.weights_for_serving(variables, X)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -169,7 +166,7 @@ def test_sharded_variables(recipe, axis_type, tmp_path):
     for dim, in_file in ((0, 1), (1, 0)):
         shards = jax.tree.map(lambda x, dim=dim: sharded(x, dim), variables)
         with jax.set_mesh(mesh):
-            weights = fp8.weights_for_serving(model8, shards, rename=RENAME)
+            weights = jax.jit(partial(fp8.weights_for_serving, model8, rename=RENAME))(shards)
         assert_as_in_file(weights, tmp_path / "a")
         for name in ("up", "heads"):
             weight = weights[f"model.{name}_proj.weight"]
@@ -197,16 +194,15 @@ TO_HUB = {"^layers": "model.layers"}
 @pytest.mark.parametrize("recipe", ["delayed", "axiswise"])
 def test_nnx(recipe, tmp_path):
     model, x = NnxNet(RECIPES[recipe]), normal(0, 4, 16)
-    nnx_weights._weights.clear_cache()
+    weights_of = nnx.jit(lambda model: fp8.weights_for_serving(model, x, rename=TO_HUB))
     seen = set()
     for _ in range(2):
         nnx.update(model, jax.tree.map(lambda x: x * np.float32(1.5), nnx.state(model, nnx.Param)))
-        weights = fp8nnx.weights_for_serving(model, x, rename=TO_HUB)
+        weights = weights_of(model)
         seen.add(np.asarray(weights["last.kernel"]).tobytes())
-    assert nnx_weights._weights._cache_size() == 1
     assert len(seen) == 2
-    frozen, other = fp8nnx.freeze(model, x), fp8nnx.freeze(model, x)
-    fp8nnx.save_safetensors(tmp_path / "a", frozen, rename=TO_HUB)
+    frozen, other = fp8.freeze(model, x), fp8.freeze(model, x)
+    fp8.save_safetensors(tmp_path / "a", frozen, rename=TO_HUB)
     assert_as_in_file(weights, tmp_path / "a")
     assert weights["model.layers.0.weight"].shape == (64, 16)
     target = jax.tree.map(jnp.zeros_like, nnx.state(other, nnx.Not(nnx.RngState)))
@@ -214,5 +210,5 @@ def test_nnx(recipe, tmp_path):
     nnx.update(other, fp8.load_into(target, checkpoint, rename=TO_HUB))
     np.testing.assert_array_equal(other(x), frozen(x))
     with pytest.raises(ValueError, match="it is frozen already"):
-        fp8nnx.weights_for_serving(frozen, x)
+        fp8.weights_for_serving(frozen, x)
     assert model.layers[0].kernel.get_value().dtype == jnp.float32
