@@ -134,7 +134,18 @@ def _front_of(model: Any) -> Any:
     """Returns our module for the API of a model: ``linen``, or ``fp8flax.nnx.freezing``."""
     if isinstance(model, nn.Module):
         return linen
-    if any(base.__module__.startswith("flax.nnx.") for base in type(model).__mro__):
-        # The package does not import NNX until there is an NNX model.
-        return importlib.import_module("fp8flax.nnx.freezing")
-    raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module", "", "")
+    front = nnx_front(model)
+    if front is None:
+        raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module", "", "")
+    return front
+
+
+def nnx_front(model: Any) -> Any:
+    """Returns ``fp8flax.nnx.freezing`` for an NNX model; None for anything else."""
+    if not any((base.__module__, base.__name__) == _NNX_MODULE for base in type(model).__mro__):
+        return None
+    # The package does not import NNX until there is an NNX model.
+    return importlib.import_module("fp8flax.nnx.freezing")
+
+
+_NNX_MODULE = "flax.nnx.module", "Module"

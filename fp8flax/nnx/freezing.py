@@ -130,8 +130,9 @@ def freeze(
     layers = {layer.site.path: layer for layer in layers_of(copy) if layer.op is not None}
     paths = {path for path, layer in layers.items() if layer.takes_codes}
     seen, shared = _operands(model, paths, args, kwargs)
-    for path in seen.keys() - shared:
-        _freeze(layers[path], seen[path], weight_only, fresh)
+    for path, operands in seen.items():
+        if path not in shared:
+            _freeze(layers[path], operands, weight_only, fresh)
     if not is_frozen(copy):
         names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
         raise ValueError(
@@ -196,6 +197,12 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
     """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
     if hasattr(module, "promote_dtype"):
         module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
+
+
+def updated(model: nnx.Module, load: Callable[[Any], Any]) -> nnx.Module:
+    """Returns a model after its variables, but for random number generators, got the values of ``load``."""
+    nnx.update(model, load(nnx.state(model, nnx.Not(nnx.RngState))))
+    return model
 
 
 # Which kernels nothing but their op reads.

@@ -514,6 +514,15 @@ def test_wrong_indexes(change, message, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_single_file_beside_an_index(tmp_path):
+    """One of the two is from an older save, so neither is read."""
+    write(sharded(tmp_path) / "model.safetensors", TWO)
+    with pytest.raises(ValueError, match="it has both") as error:
+        fp8.read_checkpoint(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "b" in fp8.read_checkpoint(tmp_path / "model.safetensors")
+
+
 def test_a_name_in_two_files(tmp_path):
     sharded(tmp_path)
     tensors = {

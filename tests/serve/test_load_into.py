@@ -247,6 +247,35 @@ def test_square_weights_with_scales_are_transposed(variable, rename, tmp_path):
     np.testing.assert_array_equal(loaded["params"]["layer"][variable], expected)
 
 
+EXPERTS = {"experts.up": codes_of(0, 3, 6, 4), "experts.up_scale": scales_of(1, 3, 1, 4)}
+
+
+def test_fused_experts_in_both_orders(tmp_path):
+    """Only the shape shows whether such a tensor is (experts, in, out); a name that ends in weight does."""
+    checkpoint = read(tmp_path, EXPERTS)
+    values = checkpoint["experts.up"].dequantize()
+    for kernel, expected in (((3, 6, 4), values), ((3, 4, 6), values.swapaxes(1, 2))):
+        loaded = fp8.load_into({"experts": {"up": jnp.zeros(kernel)}}, checkpoint)
+        np.testing.assert_array_equal(loaded["experts"]["up"], expected)
+    square = {"up": codes_of(0, 3, 4, 4), "up_scale": scales_of(1, 3, 1, 4)}
+    with pytest.raises(ValueError, match=r"does not show whether it is \(\.\.\., out, in\)"):
+        fp8.load_into({"params": {"up": jnp.zeros((3, 4, 4))}}, read(tmp_path, square))
+    named = {f"up.weight{name[2:]}": x for name, x in square.items()}
+    checkpoint = read(tmp_path, named)
+    loaded = fp8.load_into({"params": {"up": {"kernel": jnp.zeros((3, 4, 4))}}}, checkpoint)
+    expected = checkpoint["up.weight"].dequantize().swapaxes(1, 2)
+    np.testing.assert_array_equal(loaded["params"]["up"]["kernel"], expected)
+
+
+def test_frozen_experts_from_a_file_of_the_other_order(tmp_path):
+    """Codes and scales of (experts, in, out) are those of the frozen kernel, bit for bit."""
+    codes = {"experts.up": codes_of(0, 3, 6, 4), "experts.up_scale": scales_of(1, 3, 1, 4)}
+    frozen = {"experts": {"up": jnp.zeros((3, 6, 4), E4M3), "op": {"kernel_scale": jnp.zeros((3, 1, 4))}}}
+    loaded = fp8.load_into(frozen, read(tmp_path, codes))["experts"]
+    np.testing.assert_array_equal(loaded["up"], codes["experts.up"])
+    np.testing.assert_array_equal(loaded["op"]["kernel_scale"], codes["experts.up_scale"])
+
+
 def test_arrays_do_not_depend_on_the_file(tmp_path):
     path, values = tmp_path / "a", np.arange(4096, dtype=np.int32).reshape(64, 64)
 
