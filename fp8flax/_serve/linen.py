@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import flax.core
 import flax.linen as nn
@@ -68,21 +68,11 @@ CALIBRATE = "fp8flax.calibrate(model.apply, variables, batches)"
 """The call that calibrates a Linen model, for warnings."""
 
 
-class LinenOp(NamedTuple):
-    """Description of an op in a frozen Linen model (hashable)."""
-
-    op: ServedOp
-    dtype: np.dtype | None
-    """The dtype of the kernel that the model declares; None for a wide kernel."""
-    scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
-    """The names, shapes and dtypes of the op's scales."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Serving:
     """The static description of a frozen model (hashable). It makes the calls of the model."""
 
-    ops: tuple[LinenOp, ...]
+    ops: tuple[ServedOp, ...]
 
     def __call__(self, cls: Any, rules: Rules) -> Call:
         """Returns a new call of a model of this class."""
@@ -99,7 +89,7 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[str, Any
     if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.freeze", "flax.linen", "save_safetensors")
     check_variables(variables)
-    return [one.op for one in model._fp8_serving.ops], nn.meta.unbox(dict(variables))
+    return list(model._fp8_serving.ops), nn.meta.unbox(dict(variables))
 
 
 # Freezing.
@@ -136,12 +126,11 @@ def freeze(
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
     reasons = _left_wide(seen, recipes)
-    ops, codes, scales = list[LinenOp](), dict[Path, Any](), dict[Path, Any]()
+    ops, codes, scales = list[ServedOp](), dict[Path, Any](), dict[Path, Any]()
     for path, found in seen.ops.items():
-        own_state = {place[-1]: x for place, x in state.items() if place[:-1] == path}
         gemms = recipes[path]
-        own = delayed_scales(path, gemms, own_state, fresh)
-        op, dtype = ServedOp(path, CustomRecipe() if weight_only else gemms), None
+        own = delayed_scales(path, gemms, state, fresh)
+        op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if path not in reasons:
             assert found.kernel is not None
             kernel = found.kernel.sources[0].path
@@ -159,15 +148,15 @@ def freeze(
             layout = layout_of(row, found.gemms, found.args) if is_as_stored else None
             # The dtype of the variable, which may have been cast since the model was recorded.
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
-            op = ServedOp(path, gemms, kernel, layout)
+            op = ServedOp(path, gemms, kernel, layout, dtype)
         elif reasons[path]:
             sources = found.kernel.sources if found.kernel else ()
             wide.update({"/".join(source.path): reasons[path] for source in sources})
-        ops.append(LinenOp(op, dtype, tuple((name, x.shape, x.dtype) for name, x in own.items())))
+        ops.append(op._replace(scales=tuple((name, x.shape, x.dtype) for name, x in own.items())))
         scales.update({(*path, name): x for name, x in own.items()})
     cls = converted_class(base._fp8_base, base._fp8_rules, Serving(tuple(ops)))
     others = {name: value for name, value in boxed.items() if name != OVERWRITE_WITH_GRADIENT}
-    return convert(model, cls), {**others, PARAMS: _with_scales(_replaced(boxed[PARAMS], codes), scales)}
+    return convert(model, cls), {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
 def _record_of(base: Any, variables: Mapping[str, Any], inputs: Any, kwargs: Any) -> Seen:
@@ -265,34 +254,25 @@ def _get(params: Mapping[Path, Any], path: Path) -> Any:
     return params[path]
 
 
-def _replaced(tree: Any, new: Mapping[Path, Any]) -> Any:
-    """Returns a tree with other arrays at these paths, in the boxes that are there."""
+def _replaced(
+    params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
+) -> Any:
+    """Returns parameters after changes.
+
+    Args:
+        params: the parameters, with boxes or without.
+        new: arrays that replace others, in the boxes that are there.
+        more: arrays at new places.
+        less: places of arrays that are left out.
+    """
 
     def replace(keys: Any, leaf: Any) -> Any:
-        array = new.get(tuple(map(str, path_names(keys))))
-        if array is None:
-            return leaf
-        return leaf.replace_boxed(array) if _is_box(leaf) else array
+        array = new.get(tuple(map(str, path_names(keys))), leaf)
+        return leaf.replace_boxed(array) if _is_box(leaf) and array is not leaf else array
 
-    return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=_is_box)
-
-
-def _with_scales(params: Any, scales: Mapping[Path, Any]) -> Any:
-    """Returns parameters with the scales of ops at their paths."""
-
-    def merged(tree: Any, more: Any) -> Any:
-        common = {name: merged(tree[name], more[name]) for name in more if name in tree}
-        return {**tree, **more, **common}
-
-    return merged(params, flax.traverse_util.unflatten_dict(scales))
-
-
-def _without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns a tree without the node at ``path``, and without dicts that become empty by this."""
-    name, *rest = path
-    others = {key: value for key, value in tree.items() if key != name}
-    below = _without(tree[name], tuple(rest)) if rest else {}
-    return {**others, name: below} if below else others
+    params = jax.tree_util.tree_map_with_path(replace, params, is_leaf=_is_box)
+    flat = {**flax.traverse_util.flatten_dict(params, keep_empty_nodes=True), **more}
+    return flax.traverse_util.unflatten_dict({path: x for path, x in flat.items() if path not in less})
 
 
 # Running.
@@ -305,22 +285,22 @@ class ServingCall(Call):
 
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
-        self._ops = {one.op.path: one for one in serving.ops}
+        self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram for the left side."""
-        boxed, state = variables.get(PARAMS, {}), dict[Path, Any]()
-        params, wide = _leaves(nn.meta.unbox(boxed)), dict[Path, Any]()
-        for path, one in self._ops.items():
-            kernel, places = one.op.kernel, [(*path, name) for name, *_ in one.scales]
-            if self.is_init and not all(place in params for place in (kernel, *places) if place):
+        params, wide, scales = variables.get(PARAMS, {}), dict[Path, Any](), dict[Path, Any]()
+        given = _leaves(nn.meta.unbox(params))
+        for op in self._ops.values():
+            places = [(*op.path, name) for name, *_ in op.scales]
+            if self.is_init and not all(place in given for place in (op.kernel, *places) if place):
                 continue  # no method has made them yet
-            if kernel is not None:
-                wide[kernel] = constant(jnp.asarray(_get(params, kernel))).astype(one.dtype)
-            state.update({place: _get(params, place) for place in places})
-            boxed = _without(boxed, path) if places else boxed
-        state = flax.traverse_util.unflatten_dict(state)
-        return super().put_in({**variables, PARAMS: _replaced(boxed, wide), OVERWRITE_WITH_GRADIENT: state})
+            if op.kernel is not None:
+                wide[op.kernel] = constant(jnp.asarray(_get(given, op.kernel))).astype(op.dtype)
+            scales.update({place: _get(given, place) for place in places})
+        params = _replaced(params, wide, {}, scales)
+        state = flax.traverse_util.unflatten_dict(scales)
+        return super().put_in({**variables, PARAMS: params, OVERWRITE_WITH_GRADIENT: state})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the left side of the diagram for the right side."""
@@ -330,18 +310,18 @@ class ServingCall(Call):
             return variables
         params, codes, scales = variables.get(PARAMS, {}), dict[Path, Any](), dict[Path, Any]()
         made = _leaves(nn.meta.unbox(params))
-        for path, (op, _, own_scales) in self._ops.items():
-            if op.kernel is not None and op.kernel not in made:
-                continue  # no method has made the kernel yet
+        for op in self._ops.values():
             if op.kernel is not None:
+                if op.kernel not in made:
+                    continue  # no method has made the kernel yet
                 assert op.gemms.forward.rhs is not None
                 wide = made[op.kernel].astype(jnp.float32)
                 codes[op.kernel] = saturated(wide, op.gemms.forward.rhs.dtype)
-            scales.update({(*path, name): jnp.ones(shape, dtype) for name, shape, dtype in own_scales})
-        return {**variables, PARAMS: _with_scales(_replaced(params, codes), scales)}
+            scales.update({(*op.path, name): jnp.ones(shape, dtype) for name, shape, dtype in op.scales})
+        return {**variables, PARAMS: _replaced(params, codes, scales)}
 
     def finish(self, model: Any, method: str) -> None:
-        stored = {one.op.kernel for one in self._ops.values() if one.op.kernel is not None}
+        stored = {op.kernel for op in self._ops.values() if op.kernel is not None}
         if read := sorted(stored & self.origins.used_otherwise):
             raise ValueError(
                 f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
@@ -370,9 +350,9 @@ class ServingCall(Call):
                 f"The FP8 op at {'/'.join(op.path)} did not run when the model was frozen. Freeze the "
                 "model with inputs that reach this op."
             )
-        served, _, scales = self._ops[op.path]
+        served = self._ops[op.path]
         gemms = served.gemms
-        own: Any = {name: op.get_variable(OVERWRITE_WITH_GRADIENT, name) for name, *_ in scales}
+        own: Any = {name: op.get_variable(OVERWRITE_WITH_GRADIENT, name) for name, *_ in served.scales}
         if served.kernel is not None:
             codes = self._codes(served, op, rhs)
             if op.row.plan is not None:

@@ -58,18 +58,22 @@ class ServedOp(NamedTuple):
     """The path of the parameter in FP8 that is the kernel; None if the kernel is wide."""
     layout: Layout | None = None
     """The layout of the kernel; None if the kernel is wide, or the op does not read it as it is stored."""
+    dtype: np.dtype | None = None
+    """The dtype of the kernel that a Linen model declares."""
+    scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
+    """The names, shapes and dtypes of the scales of an op in a Linen model."""
 
 
 # Freezing.
 
 
-def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[str, Any], fresh: list[str]) -> Scales:
+def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
     """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
 
     Args:
         path: the path of the op.
         gemms: the recipe of the op.
-        state: the scaling state of the op, by its names.
+        state: the arrays of the scaling state by their paths.
         fresh: a list; the names of scales that have seen no data are appended to it.
 
     Raises:
@@ -80,17 +84,18 @@ def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[str, Any], fr
         quantizer = gemms.delayed.get(role)
         if quantizer is None or used is None or not used.needs_state:
             continue
-        names = state_leaf_names(role)
-        place = "/".join((*path, names[0]))
-        if not all(name in state for name in names):
+        name, history_name = state_leaf_names(role)
+        leaves = [state.get((*path, each)) for each in (name, history_name)]
+        place = "/".join((*path, name))
+        if any(leaf is None for leaf in leaves):
             raise MissingStateError(
                 f"{OVERWRITE_WITH_GRADIENT}/{place} is missing from the variables: freeze needs the scales "
                 "that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
             )
-        scale, history = (jnp.asarray(state[name]) for name in names)
+        scale, history = map(jnp.asarray, leaves)
         if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
             fresh.append(place)
-        scales[names[0]] = _next_scale(quantizer, scale, history)
+        scales[name] = _next_scale(quantizer, scale, history)
     return scales
 
 

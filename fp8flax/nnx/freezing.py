@@ -168,7 +168,8 @@ def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[st
     if recipe is None or recipe.gemms.forward.rhs is None:
         return
     gemms = WEIGHT_ONLY if weight_only else recipe.gemms
-    scales = delayed_scales((path,), gemms, state_of(layer.op)[OVERWRITE_WITH_GRADIENT], fresh)
+    state = {(path, str(name)): x for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()}
+    scales = delayed_scales((path,), gemms, state, fresh)
     wide = module.kernel.get_value()
     stacked, dtype = [(0, 0)] * len(layer.stacked), args[0].dtype
     codes, scales = stored(
