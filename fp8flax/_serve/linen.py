@@ -142,7 +142,7 @@ def freeze(
                 into_op=origin.rebuild,
                 back=origin.into_parameter,
             )
-            codes[kernel] = _placed_like(parameter, new)
+            codes[kernel] = new
             is_leading = all(stacking.params in (None, 0) for stacking in stacked)
             is_as_stored = is_leading and origin.is_one_parameter
             layout = layout_of(row, found.gemms, found.args) if is_as_stored else None
@@ -221,14 +221,6 @@ def _left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, s
 
     reasons = {path: reason_of(found, recipes[path]) for path, found in seen.ops.items()}
     return {path: reason for path, reason in reasons.items() if reason is not None}
-
-
-def _placed_like(wide: Any, codes: jax.Array) -> jax.Array:
-    """Returns codes, with the sharding of their parameter if it is on several devices."""
-    is_here = isinstance(wide, jax.Array) and not isinstance(wide, jax.core.Tracer)
-    if is_here and len(wide.sharding.device_set) > 1:
-        return jax.device_put(codes, wide.sharding)
-    return codes
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.

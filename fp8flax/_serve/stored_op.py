@@ -146,7 +146,13 @@ def stored(
     for of_params, of_state in reversed(stacked):
         axes = of_params, of_state
         of_one = jax.vmap(of_one, in_axes=axes, out_axes=axes)
-    result: tuple[jax.Array, Scales] = jax.jit(of_one)(kernel, scales)
+    is_traced = isinstance(kernel, jax.core.Tracer)
+    sharding = None if is_traced else getattr(kernel, "sharding", None)
+    # The codes are on the devices of the parameter, if there are several.
+    places = (
+        {} if sharding is None or len(sharding.device_set) == 1 else {"out_shardings": (sharding, None)}
+    )
+    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(kernel, scales)
     return result
 
 

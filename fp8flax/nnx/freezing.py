@@ -32,6 +32,7 @@ from fp8flax._serve.stored_op import (
     KERNEL_SCALE,
     WEIGHT_ONLY,
     Layout,
+    Path,
     Scales,
     ServedOp,
     check_is_on,
@@ -168,7 +169,9 @@ def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[st
     if recipe is None or recipe.gemms.forward.rhs is None:
         return
     gemms = WEIGHT_ONLY if weight_only else recipe.gemms
-    state = {(path, str(name)): x for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()}
+    state: dict[Path, Any] = {
+        (path, name): x for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()
+    }
     scales = delayed_scales((path,), gemms, state, fresh)
     wide = module.kernel.get_value()
     stacked, dtype = [(0, 0)] * len(layer.stacked), args[0].dtype
