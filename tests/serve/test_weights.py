@@ -72,54 +72,6 @@ def test_one_program_serves_all_steps(tmp_path):
     assert_as_in_file(weights, tmp_path / "a")
 
 
-class Methods(nn.Module):
-    """A model that uses its second layer in another method only."""
-
-    def setup(self):
-        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
-
-    def __call__(self, x):
-        return self.first(x)
-
-    def both(self, x):
-        return self.second(self.first(x))
-
-
-def test_a_method_that_ran_later_is_found():
-    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
-    x = np.ones((2, 8), np.float32)
-    variables = model8.init(jax.random.key(0), x, method="both")
-    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
-    model8.apply(variables, x)
-    assert fp8.weights_for_serving(model8, variables).keys() == {
-        "first.weight",
-        "first.weight_scale",
-        "second.kernel",
-    }
-    model8.apply(variables, x, method="both")
-    assert "second.weight" in fp8.weights_for_serving(model8, variables)
-
-
-class ReadElsewhere(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, use_bias=False, name="dense")(x)
-
-    def norm(self):
-        return jnp.sum(self.variables["params"]["dense"]["kernel"] ** 2)
-
-
-def test_a_method_that_ran_later_and_reads_a_kernel():
-    """Then the kernel stays wide, as ``freeze`` leaves it."""
-    model8 = fp8.quantize_model(ReadElsewhere(), RECIPES["current"], include=".*")
-    x = np.ones((2, 8), np.float32)
-    variables = model8.init(jax.random.key(0), x)
-    assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.weight", "dense.weight_scale"}
-    model8.apply(variables, method="norm")
-    with pytest.warns(UserWarning, match="something else than an FP8 op reads it too"):
-        assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.kernel"}
-
-
 def test_ops_that_are_given_by_hand():
     """Such a model keeps no record, so that it is traced with inputs."""
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["current"])
