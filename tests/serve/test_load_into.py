@@ -22,36 +22,17 @@ import fp8flax.nnx as fp8nnx
 from fp8flax._serve.checkpoints import CheckpointTensor
 from tests.cases import OWG, RECIPES, assert_same, normal
 from tests.models import trained
+from tests.serve.net import X, frozen_net
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-class Net(nn.Module):
-    """A layer of each form: a matrix, several output dimensions, several input dimensions, a norm."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(160, name="up")(x)
-        x = nn.DenseGeneral((2, 48), name="heads")(x)
-        x = nn.DenseGeneral(40, axis=(-2, -1), name="out")(x)
-        x = nn.LayerNorm(name="norm")(x)
-        return nn.Dense(3, name="last")(x)
-
-
-X = np.asarray(normal(0, 8, 64))
 TO_HUB = {r"^": "model.", r"\.(kernel|scale)$": ".weight"}
 
 
 def zeros_like(tree):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-
-
-def frozen_net(recipe):
-    weight_only = recipe == "weight_only"
-    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
-    variables["params"]["heads"]["bias"] = normal(1, 2, 48)
-    return variables, *fp8.freeze(model8, variables, weight_only=weight_only)
 
 
 def wide_kernel(params, name, scale_rows, scale_columns):
@@ -78,7 +59,7 @@ def test_own_files(recipe, rename, tmp_path, request):
         ("mxfp8", TO_HUB),
     ):
         request.getfixturevalue("_all_cells")
-    variables, model, served = frozen_net(recipe)
+    _, variables, model, served = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", model, served, rename=rename)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint, rename=rename), served)

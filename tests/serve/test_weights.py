@@ -15,21 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import RECIPES, normal
-from tests.models import trained
+from tests.serve.net import X, frozen_net
 
-
-class Net(nn.Module):
-    """A layer of each form in FP8, and a wide one."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(256, name="up")(x)
-        x = nn.DenseGeneral((8, 32), name="heads")(x)
-        x = nn.DenseGeneral(64, axis=(-2, -1), name="out")(x)
-        return nn.Dense(3, use_bias=False, name="last")(x)
-
-
-X = np.asarray(normal(0, 8, 64))
 RENAME = {"^(up|heads|out)": r"model.\1_proj", "last.kernel": "last.weight"}
 
 
@@ -48,9 +35,9 @@ def assert_as_in_file(weights, path):
 def test_bits_are_those_of_the_file(recipe, tmp_path, request):
     if recipe in ("current", "mxfp8"):
         request.getfixturevalue("_all_cells")
+    model8, variables, *frozen = frozen_net(recipe)
+    fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     options = {"weight_only": recipe == "weight_only"}
-    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
-    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables, **options), rename=RENAME)
     weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME, **options)
     for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
         assert_as_in_file(weights, tmp_path / "a")
@@ -59,7 +46,7 @@ def test_bits_are_those_of_the_file(recipe, tmp_path, request):
 
 def test_one_program_serves_all_steps(tmp_path):
     """The user compiles it as a function of the variables; the values are those of the step."""
-    model8, variables = trained(Net(), X, recipe=RECIPES["delayed"], exclude="last")
+    model8, variables, *_ = frozen_net("delayed")
     weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, rename=RENAME))
     seen = set()
     for _ in range(3):
@@ -85,7 +72,7 @@ def test_ops_that_are_given_by_hand():
 
 
 def test_errors():
-    model8, variables = trained(Net(), X, recipe=RECIPES["current"], exclude="last")
+    model8, variables, *_ = frozen_net("current")
     state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"must be the collections .*; got TrainState\. Pass state\.params"):
         fp8.weights_for_serving(model8, state)
@@ -107,8 +94,8 @@ def test_errors():
 @pytest.mark.parametrize("recipe", ["axiswise", "block128"])
 def test_sharded_variables(recipe, axis_type, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
-    model8, variables = trained(Net(), X, recipe=RECIPES[recipe], exclude="last")
-    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
+    model8, variables, *frozen = frozen_net(recipe)
+    fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
     def sharded(x, dim):
