@@ -111,22 +111,27 @@ def load_into(
                 f"{'/'.join(path)} is {leaf.dtype}, which JAX would narrow to {narrow}. Enable "
                 f"jax_enable_x64 to load it, or convert it to {narrow} first."
             )
-    makers = _makers(wanted, checkpoint, rename)
-    for path in list(makers):  # one variable is in memory at a time
-        with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-            leaves[path] = _placed(makers.pop(path)(), leaves[path])
+    for path, name in _names_in_file(wanted, checkpoint, rename).items():
+        # One tensor is mapped at a time: a process may have fewer maps than a large model has tensors.
+        for place, make in _makers(path, wanted, name, checkpoint[name]).items():
+            with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
+                leaves[place] = _placed(make(), leaves[place])
     return treedef.unflatten(leaves.values())
 
 
-def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Makers:
-    """Returns a function for each variable that makes its array from the checkpoint.
+def _names_in_file(
+    wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
+) -> dict[Path, str]:
+    """Returns the name of the tensor for each variable, after a check of all of them.
+
+    The scales of a frozen kernel are left out if they come with the tensor of the kernel.
 
     Raises:
         ValueError: variables and tensors do not match. The error lists all faults.
     """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
-    makers: Makers = {}
+    found: dict[Path, str] = {}
     used_by: dict[str, Path] = {}
     missing, wrong = list[str](), list[str]()
     beside = set[Path]()
@@ -135,12 +140,12 @@ def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: R
         if path in beside:
             continue
         candidates = list(dict.fromkeys(new_names[name] for name in names[path]))
-        found = [name for name in candidates if name in checkpoint]
-        if len(found) != 1:
-            (wrong if found else missing).append(f"{'/'.join(path)} (as {' or '.join(candidates)})")
+        there = [name for name in candidates if name in checkpoint]
+        if len(there) != 1:
+            (wrong if there else missing).append(f"{'/'.join(path)} (as {' or '.join(candidates)})")
             beside.update(_scales_of(path, wanted))
             continue
-        (name,) = found
+        name = found[path] = there[0]
         first = used_by.setdefault(name, path)
         if first != path:
             wrong.append(f"{name} is for both {'/'.join(first)} and {'/'.join(path)}")
@@ -148,7 +153,7 @@ def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: R
         if isinstance(tensor, CheckpointTensor):
             beside.update(_scales_of(path, wanted))
         try:
-            makers.update(_makers_of(path, wanted, name, tensor))
+            _makers(path, wanted, name, tensor)
         except Misfit as error:
             wrong.append(f"{'/'.join(path)} from {name}: {error}")
     left = [name for name in checkpoint if name not in used_by]
@@ -160,7 +165,7 @@ def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: R
             "rename, leave variables out that the checkpoint does not have, or pass a dict of some of its "
             "tensors."
         )
-    return makers
+    return found
 
 
 def _names(path: Path, leaf: Any) -> list[str]:
@@ -190,7 +195,7 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     return {p: leaf for p, leaf in leaves.items() if p[-1] in scales and p[:-2] == kernel[:-1]}
 
 
-def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Makers:
+def _makers(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Makers:
     """Returns functions that make a variable, and the scales beside it, from a tensor of the checkpoint.
 
     Raises:
