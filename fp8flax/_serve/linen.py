@@ -6,19 +6,21 @@ The two sides of a frozen model, with the dtype of each array::
     ------------------------                      --------------------------
     params/                                       params/
       Dense_0/                                      Dense_0/
-        kernel               e4m3  --------------->   kernel            float32, the codes as numbers
-        bias                 float32                  bias              float32
-        Fp8DotGeneralOp_0/                        _overwrite_with_gradient/
-          kernel_scale       float32  --------+     Dense_0/
-          input_scale        float32  -----+  |       Fp8DotGeneralOp_0/
-                                           |  +----->   kernel_scale    float32
-                                           +-------->   input_scale     float32
+        kernel               e4m3  ---------+-----    kernel            float32, its values are not used
+        bias                 float32        |         bias              float32
+        Fp8DotGeneralOp_0/                  |     _fp8_served/
+          kernel_scale       float32  ---+  |       Dense_0/
+          input_scale        float32  -+ |  |         Fp8DotGeneralOp_0/
+                                       | |  +-----      codes           e4m3
+                                       | +--------      kernel_scale    float32
+                                       +----------      input_scale     float32
 
 For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
-the source of the model declares a float32 kernel, and casts, reshapes or transposes it before the matmul.
-Each FP8 number is also a number of every wide dtype. So the model moves the codes as float32, and the op
-casts them back to FP8. The scales are where the scaling state is in training, so that lifted
-transformations stack and slice them in the same way.
+the source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
+model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. (An op
+that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
+codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
+that collection as they do the parameters.
 
 ``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
 ends. At ``init`` the left side holds only the parameters that other methods have made, and the parameters
@@ -47,7 +49,7 @@ from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
+from fp8flax._model.converted_call import Call, Seen, SeenOp, as_jax, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
@@ -63,6 +65,9 @@ from fp8flax._serve.stored_op import (
     layout_of,
     stored,
 )
+
+SERVED, CODES = "_fp8_served", "codes"
+"""The names of the collection with the arrays of frozen ops, and of the codes in it."""
 
 CALIBRATE = "fp8flax.calibrate(model.apply, variables, batches)"
 """The call that calibrates a Linen model, for warnings."""
@@ -215,8 +220,6 @@ def _left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, s
             return "several ops multiply by it"
         if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or quantizer.needs_state):
             return "convolutions and ragged dots store kernels with delayed scales alone"
-        if not quantizer.needs_state and any(stacking.state is None for stacking in found.stacked):
-            return "its layers share one scale"
         return None
 
     reasons = {path: reason_of(found, recipes[path]) for path, found in seen.ops.items()}
@@ -273,7 +276,8 @@ def _replaced(
 class ServingCall(Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
-    collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
+    beside_params = SERVED
+    collections = (PARAMS, SERVED)
 
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
@@ -281,25 +285,24 @@ class ServingCall(Call):
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram for the left side."""
-        params, wide, scales = variables.get(PARAMS, {}), dict[Path, Any](), dict[Path, Any]()
-        given = _leaves(nn.meta.unbox(params))
+        params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
+        given, wide = _leaves(nn.meta.unbox(params)), dict[Path, Any]()
+        scales, served = dict[Path, Any](), dict[Path, Any]()
         for op in self._ops.values():
             places = [(*op.path, name) for name, *_ in op.scales]
             if self.is_init and not all(place in given for place in (op.kernel, *places) if place):
                 continue  # no method has made them yet
             if op.kernel is not None:
-                wide[op.kernel] = constant(jnp.asarray(_get(given, op.kernel))).astype(op.dtype)
+                codes = served[*op.path, CODES] = _get(given, op.kernel)
+                wide[op.kernel] = codes.astype(op.dtype)
             scales.update({place: _get(given, place) for place in places})
         params = _replaced(params, wide, {}, scales)
-        state = flax.traverse_util.unflatten_dict(scales)
-        return super().put_in({**variables, PARAMS: params, OVERWRITE_WITH_GRADIENT: state})
+        return {PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served | scales)}
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the left side of the diagram for the right side."""
-        variables = dict(super().take_out(variables))
-        variables.pop(OVERWRITE_WITH_GRADIENT, None)
         if not self.is_init:
-            return variables
+            return {PARAMS: variables.get(PARAMS, {})}
         params, codes, scales = variables.get(PARAMS, {}), dict[Path, Any](), dict[Path, Any]()
         made = _leaves(nn.meta.unbox(params))
         for op in self._ops.values():
@@ -310,7 +313,7 @@ class ServingCall(Call):
                 wide = made[op.kernel].astype(jnp.float32)
                 codes[op.kernel] = saturated(wide, op.gemms.forward.rhs.dtype)
             scales.update({(*op.path, name): jnp.ones(shape, dtype) for name, shape, dtype in op.scales})
-        return {**variables, PARAMS: _replaced(params, codes, scales)}
+        return {PARAMS: _replaced(params, codes, scales)}
 
     def finish(self, model: Any, method: str) -> None:
         stored = {op.kernel for op in self._ops.values() if op.kernel is not None}
@@ -344,7 +347,7 @@ class ServingCall(Call):
             )
         served = self._ops[op.path]
         gemms = served.gemms
-        own: Any = {name: op.get_variable(OVERWRITE_WITH_GRADIENT, name) for name, *_ in served.scales}
+        own: Any = {name: op.get_variable(SERVED, name) for name, *_ in served.scales}
         if served.kernel is not None:
             codes = self._codes(served, op, rhs)
             if op.row.plan is not None:
@@ -356,15 +359,15 @@ class ServingCall(Call):
         return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, own), gemms), **keywords)
 
     def _codes(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> jax.Array:
-        """Returns the codes of the kernel, from the operand that holds them as wide numbers."""
+        """Returns the codes for the operand ``rhs``, moved as the model moves the kernel."""
         origin = self.origins.of(rhs, op.scope)
         if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel:
             raise ValueError(
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        assert served.gemms.forward.rhs is not None
-        return rhs.astype(served.gemms.forward.rhs.dtype)
+        codes: Any = op.get_variable(SERVED, CODES)
+        return origin.rebuild(codes, casts=False)
 
 
 def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, jax.Array]) -> States:

@@ -120,7 +120,7 @@ def stored(
     kernel: jax.Array,
     scales: Scales,
     *,
-    stacked: Sequence[tuple[int | None, int | None]] = (),
+    stacked: Sequence[tuple[Any, int | None]],
     into_op: Callable[[jax.Array], jax.Array],
     back: Callable[[jax.Array], jax.Array] = lambda codes: codes,
 ) -> tuple[jax.Array, Scales]:
@@ -133,7 +133,8 @@ def stored(
         kernel: the parameter that is the kernel, a wide float.
         scales: the delayed scales.
         stacked: how layers are stacked, from the outermost transformation inwards: the axes of the
-            parameters and of the state; None for an axis that the layers share.
+            parameters and of the state, or None if the layers share the state. The results are stacked
+            as the parameters are.
         into_op: makes the operand of the op from the parameter of one layer.
         back: moves the bytes of the codes back to the places of the parameter.
     """
@@ -144,8 +145,7 @@ def stored(
         return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, KERNEL_SCALE: scale}
 
     for of_params, of_state in reversed(stacked):
-        axes = of_params, of_state
-        of_one = jax.vmap(of_one, in_axes=axes, out_axes=axes)
+        of_one = jax.vmap(of_one, in_axes=(of_params, of_state), out_axes=of_params)
     is_traced = isinstance(kernel, jax.core.Tracer)
     sharding = None if is_traced else getattr(kernel, "sharding", None)
     # The codes are on the devices of the parameter, if there are several.

@@ -1,6 +1,7 @@
 """``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -203,6 +204,17 @@ def test_weights_only_reads_the_codes_alone(gpu):
     entry = program[program.index("\nENTRY") :]
     assert "f8e4m3fn[1024,2048]" in entry
     assert "bf16[1024,2048]" not in entry
+
+
+def test_no_loop_makes_the_kernels_of_all_layers_wide(gpu):
+    """XLA moves what does not change out of a loop, and so would cast all kernels before it."""
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    model8 = fp8.quantize_model(in_scan()(), RECIPES["delayed"], **ALL)
+    shapes = jax.eval_shape(model8.init, jax.random.key(0), x)
+    serve, served = fp8.freeze(model8, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
+    target = compiling.find_target("h200")
+    program = compiling.compile_for(target, serve.apply, (served, x)).as_text()
+    assert set(re.findall(r"(\w+)\[3,1024,1024\]", program)) == {"f8e4m3fn"}
 
 
 def test_bytes_of_a_transformer():
