@@ -103,7 +103,7 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[str, Any
 def freeze(
     model: nn.Module,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
     weight_only: bool,
     wide: dict[str, str],
     fresh: list[str],
@@ -118,7 +118,7 @@ def freeze(
         wide: gets the reason for each kernel that stays wide.
         fresh: gets the names of the delayed scales that have seen no data.
     """
-    variables, *inputs = args or (None,)
+    variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
     base: Any = model

@@ -95,14 +95,18 @@ def is_frozen(model: nnx.Module) -> bool:
     return any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model))
 
 
-def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], dict[str, Any]]:
+def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
     """Returns the ops of a frozen model, and the values of its variables in collections, as Linen has them.
 
     Raises:
-        TypeError: nothing in the model is frozen.
+        TypeError: nothing in the model is frozen, or there are variables beside it.
     """
-    if variables is not None or not is_frozen(model):
+    if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
+    if variables is not None:
+        raise TypeError(
+            f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
+        )
     ops = []
     for keys, node in nnx.iter_graph(model):
         path = tuple(map(str, keys))

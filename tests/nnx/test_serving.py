@@ -369,6 +369,8 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     np.testing.assert_array_equal(other(X), frozen(X))
     with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):
         fp8nnx.save_safetensors(paths[0], model)
+    with pytest.raises(TypeError, match="none are passed beside it; got dict"):
+        fp8.save_safetensors(paths[0], frozen, {})
 
 
 @pytest.mark.long

@@ -524,7 +524,7 @@ def test_shapes_without_values():
     """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
     model8, variables = trained(Attention(), x[None])
-    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v)[1], variables)
+    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, variables=v)[1], variables)
     served = fp8.freeze(model8, variables)[1]
     assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
 
