@@ -302,6 +302,11 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
 @pytest.mark.parametrize(
     ("tensors", "variables", "message"),
     [
+        (
+            {"up.weight": codes_of(0, 3, 3), "up.weight_scale": scales_of(0, 1)},
+            layer_of(((3, 3), jnp.int32)),
+            "must be int32, and is float8_e4m3fn with scales",
+        ),
         (CONV, layer_of(((3, 3, 3, 3),)), "does not become"),
         (STACK, layer_of(((2, 3, 3),)), "does not become"),
         ({"up.weight": codes_of(0, 3, 3)}, layer_of(((3, 3),)), "is float8_e4m3fn without scales"),
