@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -142,10 +143,7 @@ def _front_of(model: Any) -> Any:
 
 def nnx_front(model: Any) -> Any:
     """Returns ``fp8flax.nnx.freezing`` for an NNX model; None for anything else."""
-    if not any((base.__module__, base.__name__) == _NNX_MODULE for base in type(model).__mro__):
+    nnx = sys.modules.get("flax.nnx")  # the package does not import NNX until there is an NNX model
+    if nnx is None or not isinstance(model, nnx.Module):
         return None
-    # The package does not import NNX until there is an NNX model.
     return importlib.import_module("fp8flax.nnx.freezing")
-
-
-_NNX_MODULE = "flax.nnx.module", "Module"

@@ -333,6 +333,12 @@ def test_kernels_that_pass_through_transformations_are_frozen():
     np.testing.assert_allclose(frozen(X), model(X), rtol=1e-6)
 
 
+def test_one_door():
+    """The functions of ``fp8flax.nnx`` are those of ``fp8flax``."""
+    for name in ("freeze", "save_safetensors", "weights_for_serving"):
+        assert getattr(fp8nnx, name) is getattr(fp8, name)
+
+
 FILES = {"delayed": SHORT, **RECIPES, "weight_only": SHORT}
 
 
