@@ -30,11 +30,10 @@ from fp8flax._model.report import report as report
 
 # Serving, and what comes before.
 from fp8flax.nnx.training import calibrate as calibrate
-from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
-from fp8flax.nnx.safetensors import (
-    save_safetensors as save_safetensors,
-    weights_for_serving as weights_for_serving,
-)
+from fp8flax.nnx.freezing import Frozen as Frozen
+from fp8flax._serve.freeze import freeze as freeze
+from fp8flax._serve.safetensors import save_safetensors as save_safetensors
+from fp8flax._serve.weights import weights_for_serving as weights_for_serving
 
 __all__ = [
     "Fp8ConvGeneralDilatedOp",

@@ -111,8 +111,7 @@ def of_inputs(inputs, match):
 
 MISTAKES = {
     "a model of the other API": [
-        (lambda: fp8.freeze(linear(), {}, X), TypeError, r"use fp8flax\.nnx\.freeze"),
-        (lambda: fp8nnx.freeze(LAYER, X), TypeError, r"use fp8flax\.freeze"),
+        (lambda: fp8.freeze(LAYER, X), TypeError, r"variables must be the collections"),
         (lambda: fp8nnx.calibrate(LAYER.apply, LAYER, [X]), TypeError, r"use fp8flax\.calibrate"),
         (lambda: fp8.calibrate(call_model, linear(), [X]), TypeError, "an NNX module"),
         *of_every_nnx_function(LAYER, r"Dense\..* Linen module: (see|use) fp8flax\."),
