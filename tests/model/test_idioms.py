@@ -22,7 +22,7 @@ import pytest
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_same, flat, normal, variables_of
-from tests.models import ALL
+from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
 X = normal(1, 4, 8)
@@ -512,6 +512,33 @@ def test_ops_that_are_there_already():
     assert ops(variables) == {f"Dense_{i}/{name}" for i, name in enumerate(names)}
     grads = jax.grad(lambda v: jnp.sum(model8.apply(v, X) ** 2))(variables)
     assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[OWG])) > 0
+
+
+class JitOfTied(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.jit(in_scan(tied=True))(name="tied")
+        return layer(x) + layer(2 * x)
+
+
+class RematOfParams(nn.Module):
+    """Takes only the parameters along, so the state comes from the trace around it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(nn.Dense, variables=["params"])(8)(nn.remat(in_scan(tied=True))()(x))
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("cls", [JitOfTied, RematOfParams])
+def test_state_that_layers_of_a_loop_share(cls):
+    model, model8 = cls(), fp8.quantize_model(cls(), **ALL)
+    with jax.checking_leaks():
+        variables = variables_of(model8, X)
+        grads = jax.jit(fp8.grad(lambda v: jnp.sum(model8.apply(v, X))))(variables)
+    assert {leaf.ndim for leaf in jax.tree.leaves(variables[OWG])} == {1}
+    assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[OWG])) > 0
+    assert_in_fp8(model, model8, variables)
 
 
 def test_a_failed_call_leaves_no_trace():
