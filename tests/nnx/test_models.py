@@ -247,13 +247,13 @@ def test_statistics_name_layers():
 
     def measure(model):
         graphdef, state = nnx.split(model)
-        return jax.jit(fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2)))(state)
+        return fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2))(state)
 
     with pytest.raises(ValueError, match="path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
     found, variables = measure(model8), to_linen(model8)
-    expected = jax.jit(fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2)))(variables)
+    expected = fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2))(variables)
     names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
     assert set(found) == set(names)
     jax.tree.map(np.testing.assert_array_equal, found, {name: expected[names[name]] for name in names})
