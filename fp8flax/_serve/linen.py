@@ -54,6 +54,7 @@ from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
+    DAMAGED,
     KERNEL_SCALE,
     WEIGHT_ONLY,
     Path,
@@ -66,6 +67,7 @@ from fp8flax._serve.stored_op import (
     layout_of,
     stored,
 )
+from fp8flax._train.check import warn_if_damaged
 
 SERVED, CODES = "_fp8_served", "codes"
 """The names of the collection with the arrays of frozen ops, and of the codes in it."""
@@ -122,6 +124,7 @@ def freeze(
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
+    warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
     base: Any = model
     if not hasattr(model, "_fp8_rules"):
         # The ops of this model were given by hand. The class records them, and converts nothing.

@@ -40,6 +40,10 @@ WEIGHT_ONLY = CustomRecipe(
 )
 
 
+DAMAGED = "The frozen scales are computed from it. Call calibrate before freeze."
+"""The advice in the warning about a scaling state that no training leaves."""
+
+
 class Layout(NamedTuple):
     """The dimensions of a kernel, counted without those by which layers are stacked."""
 

@@ -239,6 +239,22 @@ def damaged_states(variables: Any) -> list[str]:
     ]
 
 
+def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
+    """Warns about state that no training leaves.
+
+    Args:
+        state: the collection of the scaling state.
+        advice: what to do, as a sentence.
+        stacklevel: see ``warnings.warn``; 1 is this function.
+    """
+    if damaged := damaged_states({OVERWRITE_WITH_GRADIENT: state}):
+        warnings.warn(
+            f"The scaling state {damaged[0]} (and of {len(damaged) - 1} more tensors) is not what training "
+            f"leaves: an optimizer or an average over steps changed it. {advice}",
+            stacklevel=stacklevel,
+        )
+
+
 def _is_unknown(x: Any) -> bool:
     """Returns whether this process does not know the value of an array."""
     if isinstance(x, np.ndarray):

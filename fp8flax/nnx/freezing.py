@@ -28,6 +28,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.stored_op import (
+    DAMAGED,
     INPUT_SCALE,
     KERNEL_SCALE,
     WEIGHT_ONLY,
@@ -42,6 +43,7 @@ from fp8flax._serve.stored_op import (
     stored,
 )
 from fp8flax._train.bridge import needing_inputs, split_arrays
+from fp8flax._train.check import warn_if_damaged
 from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
@@ -131,6 +133,7 @@ def freeze(
     fresh: list[str],
 ) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax._serve.linen.freeze`` for the arguments."""
+    warn_if_damaged(state_of(model)[OVERWRITE_WITH_GRADIENT], DAMAGED, stacklevel=4)
     copy: Any = nnx.clone(model)
     layers = {layer.site.path: layer for layer in layers_of(copy) if layer.op is not None}
     paths = {path for path, layer in layers.items() if layer.takes_codes}
