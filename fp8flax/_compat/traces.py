@@ -4,70 +4,78 @@ Why: ``quantize_model`` must find the contractions in a model's methods, by whic
 written. ``nn.Dense``, ``x @ w`` and ``jnp.einsum`` all bind the same primitive of JAX.
 
 Internals: ``jax._src.core``, for the class of traces, to read and set the current trace, and for
-``eval_jaxpr``.
+``eval_jaxpr``; ``jax._src.config``, for a value of ours in the key of what ``jax.jit`` has traced.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
 from jax._src import core
+from jax._src.config import config_ext
+
+_KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
+"""The front trace that passes for the trace behind it, if it is the current one.
+
+``jax.jit`` must not run there what it has compiled without it, because the trace would not see inside."""
 
 
 class FrontTrace(core.Trace):
     """A trace that sees each primitive before the trace behind it computes the primitive.
 
     It stands in front of another trace of JAX, and its arrays and tracers are those of that trace.
+
+    Args:
+        passes_for_behind: whether it passes for the trace behind it. NNX refuses to change a variable in
+            another trace than that which made it.
     """
 
-    def __init__(self) -> None:
-        behind = core.trace_ctx.trace
+    def __init__(self, passes_for_behind: bool = False) -> None:
         super().__init__()
-        self.parent_trace = behind
-        self.requires_low = behind.requires_low
+        self.behind = core.trace_ctx.trace
+        self.requires_low = self.behind.requires_low
+        self._key: Any = None
+        if passes_for_behind:
+            self._key = weakref.ref(self)
+            self._weakref = self.behind._weakref
 
     def on_primitive(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive: the result of ``compute``, or another; a subclass decides."""
         raise NotImplementedError
 
-    def on_function(self, operands: Sequence[Any]) -> None:
-        """Records the operands of a function that has no jaxpr yet, such as one with a ``jax.custom_vjp``.
+    def on_function(self, name: str, operands: Sequence[Any], compute: Any) -> Any:
+        """Returns ``compute()``, the results of a function that has no jaxpr yet.
 
-        A subclass implements it. It does not get the primitives of this function.
+        An example is a function with a derivative of its own. Its primitives are not seen.
+
+        Args:
+            name: the name of the method of ``core.Trace`` that JAX called.
+            operands: the operands of the function.
+            compute: a function that returns the results of the trace behind.
         """
         raise NotImplementedError
 
     def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive, as the trace behind computes it."""
-        return self.parent_trace.process_primitive(primitive, operands, params)
-
-    def behind(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which this trace sees nothing, for code that ``on_primitive`` runs."""
-        # JAX has no current trace while a primitive is processed.
-        context: contextlib.AbstractContextManager[Any] = core.set_current_trace(self.parent_trace)
-        return context
+        return self.behind.process_primitive(primitive, operands, params)
 
     def open(self, program: Any, operands: Sequence[Any]) -> Any:
         """Computes a closed jaxpr primitive by primitive, and sees each primitive."""
-        with core.set_current_trace(self):
+        with core.set_current_trace(self):  # JAX has no current trace while a primitive is processed
             return core.eval_jaxpr(program.jaxpr, program.consts, *operands)
 
     def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
         return self.on_primitive(primitive, operands, params)
 
     def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Passes the operands of a function to ``on_function``, and calls ``method`` of the trace behind.
-
-        The arguments of these methods differ between versions of JAX. The lists among the arguments hold
-        the operands.
-        """
-        for values in args:
-            if isinstance(values, list | tuple):
-                self.on_function(values)
-        return getattr(self.parent_trace, method)(*args, **kwargs)
+        # The arguments of these methods differ between versions of JAX. The lists among them hold the
+        # operands.
+        operands = [x for values in args if isinstance(values, list | tuple) for x in values]
+        return self.on_function(method, operands, lambda: getattr(self.behind, method)(*args, **kwargs))
 
     # JAX calls these methods instead of ``process_primitive`` for functions without a jaxpr.
     process_call = partialmethod(_hand_on, "process_call")
@@ -76,10 +84,10 @@ class FrontTrace(core.Trace):
     process_custom_vjp_call = partialmethod(_hand_on, "process_custom_vjp_call")
 
     def stage_value(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.stage_value(*args, **kwargs)
+        return self.behind.stage_value(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent_trace, name)
+        return getattr(self.behind, name)
 
 
 def current_trace() -> Any:
@@ -87,15 +95,25 @@ def current_trace() -> Any:
     return core.trace_ctx.trace
 
 
-def running_in(trace: FrontTrace) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which a ``FrontTrace`` is the current trace."""
-    context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
-    return context
-
-
-def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without the current ``FrontTrace``, if there is one."""
+def trace_behind() -> Any:
+    """Returns the current trace of JAX, or the trace behind it if it is a ``FrontTrace``."""
     trace = core.trace_ctx.trace
-    behind = trace.parent_trace if isinstance(trace, FrontTrace) else trace
-    context: contextlib.AbstractContextManager[Any] = core.set_current_trace(behind)
-    return context
+    while isinstance(trace, FrontTrace):
+        trace = trace.behind
+    return trace
+
+
+@contextlib.contextmanager
+def running_in(trace: Any) -> Iterator[None]:
+    """A context in which this trace is the current one."""
+    before = _KEY.swap_local(trace._key if isinstance(trace, FrontTrace) else None)
+    try:
+        with core.set_current_trace(trace):
+            yield
+    finally:
+        _KEY.set_local(before)
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """Returns a context without a ``FrontTrace``."""
+    return running_in(trace_behind())

@@ -1,4 +1,4 @@
-"""Holds, in one context variable, the conversion of models that surrounds the running code."""
+"""Holds, in one context variable, the calls of converted models that surround the running code."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 
-class Stacking(NamedTuple):
-    """How ``nn.scan`` or ``nn.vmap`` stacks the variables of a layer.
-
-    An axis may be counted from the end. It is None if the variables are not stacked.
-    """
-
-    params: int | None
-    """The axis of the parameters."""
-    state: int | None
-    """The axis of the collection ``Conversion.beside_params``."""
-
-
 class Conversion(NamedTuple):
-    """The calls of converted models that are running, and the options of their conversion."""
+    """The calls of converted models that are running, and what their ops do otherwise."""
 
     calls: tuple[Any, ...] = ()
     """The running calls, from the outermost to the innermost."""
@@ -29,20 +17,16 @@ class Conversion(NamedTuple):
     """The number of calls that surround the model whose contractions are counted instead of converted.
 
     None if no model is counted."""
-    beside_params: str | None = None
-    """The collection that lifted transformations treat like the parameters."""
     on_op: Callable[..., Any] | None = None
     """A function that replaces ``compute(lhs, rhs, *rest)`` in each op.
 
     It is called as ``(op, recipe, compute, lhs, rhs, *rest)``; the recipe is None if FP8 is off.
     ``compute`` declares the state of the op and computes. With ``frozen=(states, recipe)`` it uses these
     states and declares none."""
-    stacked: tuple[Stacking, ...] = ()
-    """How the variables of the running code are stacked, from the outermost transformation inwards."""
-    in_custom_vjp: bool = False
-    """Whether the running code is inside of ``nn.custom_vjp``."""
-    in_map: bool = False
-    """Whether the running code is inside of an ``nn.map_variables`` of the model that maps parameters."""
+    state_of: Callable[..., Any] | None = None
+    """A function that returns one array of the state of an op, or None if there is none.
+
+    It is called as ``(op, leaf)``, with a ``StateLeaf``. If it is None, the state is in its collection."""
 
 
 _NONE = Conversion()

@@ -113,9 +113,8 @@ class Fp8Op(OpBase, nn.Module):
     def _is_named_mutable(self) -> bool:
         """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
         name, _ = state_leaf_names(ROLES[0])
-        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or not self.has_variable(
-            OVERWRITE_WITH_GRADIENT, name
-        ):
+        has_state = conversion().state_of is not None or self.has_variable(OVERWRITE_WITH_GRADIENT, name)
+        if not (has_state and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             return False
         filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
         # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
@@ -127,6 +126,9 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
+        state_of = conversion().state_of
+        if state_of is not None and (value := state_of(self, leaf)) is not None:
+            return value, where
         if (norm := self._normalized_by(name)) is not None:
             raise ValueError(
                 f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
@@ -154,8 +156,6 @@ class Fp8Op(OpBase, nn.Module):
 
     def _normalized_by(self, leaf: str) -> str | None:
         """Returns the name of the layer whose ``nn.WeightNorm`` would normalize this variable, or None."""
-        if conversion().beside_params is not None:  # a converted model keeps the state out of the mapping
-            return None
         for norm in running_modules():
             if isinstance(norm, nn.WeightNorm):
                 layer = norm.layer_instance

@@ -1,44 +1,91 @@
-"""Describes a contraction for the rules, names its op, and brings it into the form that the op computes."""
+"""Brings a contraction into the form that an op computes, and describes it for the rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import flax.linen as nn
+from typing import Any, NamedTuple
 
 from fp8flax._core.ops.row import OpRow
-from fp8flax._linen.conversion import conversion
-from fp8flax._model.interception import Frame
-from fp8flax._model.param_origin import Origin
+from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
+Path = tuple[str, ...]
 
-def as_op(
-    row: OpRow,
-    operands: Sequence[Any],
-    params: Mapping[str, Any],
-    origins: tuple[Origin | None, Origin | None],
-    frame: Frame,
-) -> tuple[Site, tuple[Any, ...], Callable[[Any], Any]]:
+
+class Contraction(NamedTuple):
+    """A contraction in the form that an op computes."""
+
+    row: OpRow
+    arguments: tuple[Any, ...]
+    """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
+    restore: Callable[[Any], Any]
+    """Returns the result of the contraction, given the result of the op."""
+    kind: str
+    """``"kernel"``, ``"product"`` (of two activations) or ``"parameters"``."""
+    kernel: Origin | None
+    """The origin of the kernel; None for a contraction of another kind."""
+    is_swapped: bool
+    """Whether the kernel is the left operand in the model."""
+    unsupported: str | None
+    """The reason why the op cannot compute the contraction; None if it can."""
+
+    def name(self, path: Path) -> str:
+        """Returns the part of the op's name that comes from the kernel, for a module at ``path``.
+
+        It does not depend on what else a method computes. Different kernels of a module have different
+        names, but for those that ``Origin.part`` names alike. A kernel that is used twice in the same way
+        has one state, as a layer that is called twice has.
+        """
+        assert self.kernel is not None
+        summed: tuple[int, ...] = ()
+        if self.row.primitive == "dot_general":
+            (_, summed), _ = self.arguments[2]
+        names = dict.fromkeys(
+            "-".join(name.replace("/", "-") for name in _below(source.path, path)) + source.part
+            for source in self.kernel.sources
+        )
+        return "-".join(names) + self.kernel.part(summed)
+
+    def site(self, path: Path, module: Any, name: str, impossible: str | None = None) -> Site:
+        """Returns the description of the contraction for the rules.
+
+        Args:
+            path: the path of the module.
+            module: the module that computes the contraction.
+            name: the name of the op.
+            impossible: the reason why no op can be at this place; None if one can.
+        """
+        lhs, rhs, *_ = self.arguments
+        return Site(
+            path="/".join(path),
+            module=module,
+            kernel=None if self.kernel is None else "/".join(self.kernel.sources[0].path),
+            kind=self.kind,
+            op=self.row,
+            shapes=(lhs.shape, rhs.shape),
+            dtypes=(lhs.dtype, rhs.dtype),
+            sizes=self.row.sizes(lhs.shape, rhs.shape, *self.arguments[2:]),
+            is_matmul=self.row.is_matmul(*self.arguments),
+            impossible=self.unsupported or impossible,
+            name=name,
+            is_swapped=self.is_swapped,
+        )
+
+
+def contraction(
+    row: OpRow, operands: Sequence[Any], params: Mapping[str, Any], origins: ParamOrigins
+) -> Contraction:
     """Returns a contraction in the form that an op computes.
 
     Args:
         row: the op.
         operands: the operands of the primitive.
         params: the parameters of the primitive.
-        origins: the origins of the first two operands; None for one that comes from anything but
-            parameters.
-        frame: the method that computes the contraction.
-
-    Returns:
-        The description of the contraction for the rules. Then the two operands and the other arguments of
-        the op; if one operand is a kernel, it is the second. Then a function that makes the result of the
-        contraction from the result of the op.
+        origins: the origins of the values of the model.
     """
     lhs, rhs, *more = operands
     arguments: tuple[Any, ...] = (*more, *row.arguments(params))
-    left, kernel = origins
+    left, kernel = origins.of(lhs), origins.of(rhs)
     restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
     is_swapped = left is not None and kernel is None and row.swapped is not None
     if is_swapped and row.swapped is not None:
@@ -46,62 +93,17 @@ def as_op(
         lhs, rhs, arguments, restore = rhs, lhs, swapped.arguments, swapped.restore
         left, kernel = kernel, left
     kind = "product" if kernel is None else "kernel" if left is None else "parameters"
-    path: str | None = None
-    if kernel is not None and left is None:
-        name, path = _name_of(row, kernel, arguments, frame), "/".join(kernel.sources[0].path)
-    else:
-        product = f"{frame.method}_{kind}".lstrip("_")
-        name = f"{product}_{frame.count(product)}"
-    site = Site(
-        path="/".join(frame.path),
-        module=frame.module,
-        kernel=path,
+    return Contraction(
+        row=row,
+        arguments=(lhs, rhs, *arguments),
+        restore=restore,
         kind=kind,
-        op=row,
-        shapes=(lhs.shape, rhs.shape),
-        dtypes=(lhs.dtype, rhs.dtype),
-        sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
-        is_matmul=row.is_matmul(lhs, rhs, *arguments),
-        impossible=row.unsupported(params) or _why_no_op(frame),
-        name=f"{row.name}_{name}",
+        kernel=kernel if kind == "kernel" else None,
         is_swapped=is_swapped,
+        unsupported=row.unsupported(params),
     )
-    return site, (lhs, rhs, *arguments), restore
 
 
-def _name_of(row: OpRow, kernel: Origin, arguments: tuple[Any, ...], frame: Frame) -> str:
-    """Returns the part of an op's name that follows the name of its class.
-
-    It comes from the kernel, so it does not depend on what else a method computes. Different kernels of a
-    module have different names, but for those that ``Origin.part`` names alike. A kernel that is used twice
-    in the same way has one state, as a layer that is called twice has. In a Linen layer that takes ops, the
-    op has the name that an op given by hand would have.
-    """
-    paths = dict.fromkeys(
-        path[len(frame.path) :] if path[: len(frame.path)] == frame.path else path
-        for path in (source.path for source in kernel.sources)
-    )
-    is_linen_layer = type(frame.module).__module__.startswith("flax.")  # such a layer has one contraction
-    if _takes_ops(frame.module) and (("kernel",) in paths or is_linen_layer):
-        return "0"
-    summed: tuple[int, ...] = ()
-    if row.primitive == "dot_general":
-        (_, summed), _ = arguments[0]
-    return "-".join(name.replace("/", "-") for path in paths for name in path) + kernel.part(summed)
-
-
-def _takes_ops(module: nn.Module) -> bool:
-    """Returns whether a layer can take an FP8 op, or is Linen's ``Einsum``, which is converted alike."""
-    fields = ("dot_general_cls", "conv_general_dilated_cls")
-    return isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
-
-
-def _why_no_op(frame: Frame) -> str | None:
-    """Returns the reason why no op can be at the place of a contraction; None if one can."""
-    if isinstance(frame.module, nn.WeightNorm | nn.SpectralNorm):
-        return "part of a normalization of weights"
-    if conversion().in_custom_vjp:
-        return "in nn.custom_vjp, whose derivative is the model's own"
-    if frame.is_apart:
-        return "in a module that is applied to variables of its own, where there is no place for state"
-    return None
+def _below(path: Path, module: Path) -> Path:
+    """Returns the path of a parameter as seen from a module, if the module holds it."""
+    return path[len(module) :] if path[: len(module)] == module else path

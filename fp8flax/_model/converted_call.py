@@ -2,70 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import BY_OP, NOT_CONVERTED, PARAMS
+from fp8flax._compat.traces import trace_behind, unwatched
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.ops.row import OpRow
-from fp8flax._core.recipes import CustomRecipe, Recipe
-from fp8flax._linen.conversion import Stacking, conversion, converting
+from fp8flax._core.recipes import Recipe
+from fp8flax._core.state.tree import key_name
+from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.beside_params import beside_params
-from fp8flax._model.contraction_site import as_op
-from fp8flax._model.interception import Frame, Interception
-from fp8flax._model.param_origin import Move, Origin
-from fp8flax._model.program_reads import CAST
+from fp8flax._model.contraction_site import Contraction, contraction
+from fp8flax._model.interception import Interception
+from fp8flax._model.param_origin import ByIdentity, Origin
+from fp8flax._model.record import Seen as Seen
+from fp8flax._model.record import SeenOp as SeenOp
+from fp8flax._model.record import add_op, stacking
+from fp8flax._model.record import seen_of as seen_of
 from fp8flax._model.rules import Decision, Rules, Site
+from fp8flax._model.state_places import KERNEL_AXES, STATE, STATE_AXES, merged, placed, split, state_at
+
+# Linen's transformations pass the flags of a scope on to the scopes that they make.
+_MARK = "fp8flax"
+"""The flag that holds the calls that a scope belongs to."""
 
 
-class SeenOp(NamedTuple):
-    """The record of an FP8 op that a model computes."""
+class Frame(NamedTuple):
+    """A method of a module that is running."""
 
-    op: type[Fp8Op]
-    gemms: CustomRecipe
-    kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only. If the op multiplies
-    by several kernels, all their parameters are joined in it."""
-    args: tuple[Any, ...]
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
-    stacked: tuple[Stacking, ...]
-    """How the variables of the op are stacked, from the outermost transformation to the innermost."""
-    has_several_kernels: bool = False
+    module: nn.Module
+    method: str
+    """The name of the method; empty for ``__call__`` and for compact methods."""
+    counts: dict[str, int]
+    """The number of contractions of each kind that the method has computed."""
+    trace: Any
+    """The trace of JAX that the method runs in."""
 
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The path of the module in the model."""
+        scope: Any = self.module.scope
+        return scope.path
 
-class Seen:
-    """The record of the contractions and the FP8 ops that a model computes; its clones share it."""
+    @property
+    def root(self) -> Any:
+        """The root of the scope of the module."""
+        scope: Any = self.module.scope
+        return scope.root
 
-    def __init__(self) -> None:
-        self.decided: list[tuple[Site, Decision]] = []
-        self.ops: dict[tuple[str, ...], SeenOp] = {}
-        self.used_otherwise: set[tuple[str, ...]] = set()
-
-    def __deepcopy__(self, memo: Any) -> Seen:
-        return self  # a copy of the model shares the record
-
-    def __reduce__(self) -> Any:
-        return Seen, ()  # an unpickled model starts with an empty record
-
-
-def seen_of(model: Any) -> Seen:
-    """Returns the record of a converted model, which is empty before its first call."""
-    if "_fp8_seen" not in vars(model):
-        object.__setattr__(model, "_fp8_seen", Seen())
-    seen: Seen = model._fp8_seen
-    return seen
+    def count(self, kind: str) -> int:
+        """Counts a contraction, and returns its number among those of its kind, from 0."""
+        number = self.counts.get(kind, 0)
+        self.counts[kind] = number + 1
+        return number
 
 
 class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
-    collections: tuple[str, ...] = (PARAMS,)
+    collections = (PARAMS, STATE, OVERWRITE_WITH_GRADIENT)
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
@@ -73,33 +76,171 @@ class Call(Interception):
     """Whether no contraction is converted, and each is computed in its ``Site.scope``."""
 
     def __init__(self, cls: type, rules: Rules) -> None:
-        super().__init__(cls)
+        super().__init__()
+        self.cls = cls
         self.rules = self._rules_here = rules
         self.decided: list[tuple[Site, Decision]] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
+        self.frames: list[Frame] = []
+        self.is_apart = False
+        """Whether the running module is applied to other variables than those of the model."""
+        self._converts = rules.include != ()
+        """Whether any contraction can be converted; otherwise all ops of the model were given by hand."""
+        self._outer: Mapping[str, Any] = {}
+        """The shapes of the variables that the caller has or gets."""
+        self._made: set[tuple[str, ...]] = set()
+        """The ops for which ``init`` has made variables."""
+        self._depth = 0
+        """The length of the path of the model."""
+        self._num_params = ByIdentity()
+        """How many parameters, or modules with parameters, ``origins`` knows of each scope."""
 
-    def contract(
-        self, row: OpRow, operands: Sequence[Any], params: dict[str, Any], frame: Frame
-    ) -> tuple[Any, str]:
-        """Computes a contraction in FP8 if the rules convert it."""
+    # How a call begins and ends.
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model's method: its scope, and the ops in it, belong to this call."""
+        scope: Any = model.scope
+        self._depth = len(scope.path)
+        marks = (*scope.flags.get(_MARK, ()), self)
+        for one in (scope, scope.root):
+            one.flags = flax.core.freeze({**one.flags, _MARK: marks})
+        with converting(on_op=self.on_op, state_of=self.state_of):
+            yield
+
+    def owns(self, root: Any) -> bool:
+        """Returns whether the variables of a root scope are those of the model, which can hold state."""
+        return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
+
+    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the collections of the caller as the method sees them: with JAX arrays."""
+        variables = jax.tree.map(as_jax, variables)
+        with_state = merged(variables)
+        self._outer = jax.tree.map(_as_struct, with_state)
+        return with_state if self._converts else variables
+
+    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the collections of the method as the caller sees them."""
+        if self.is_init:
+            self._outer = jax.tree.map(_as_struct, merged(variables))
+            for path in self._made:
+                if not state_at(self._outer, path[self._depth :]):
+                    raise _lost(path)
+        return split(variables)
+
+    def finish(self, model: Any, method: str) -> None:
+        """Records what the method has computed.
+
+        Raises:
+            ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
+        """
+        seen = seen_of(model)
+        seen.decided = self.decided
+        if not self.is_counting:
+            stacked = {
+                path: stacking(found, self._outer, path[self._depth :]) for path, found in self.ops.items()
+            }
+            seen.add(self.ops, stacked, self.origins.used_otherwise)
+        if method == "__call__" and model.is_initializing():
+            self.rules.check_matched(self.decided)
+            is_converted = seen.ops or any(decision.converts for _, decision in self.decided)
+            if self._converts and not (is_converted or self.is_counting):
+                raise ValueError(self.rules.why_unconverted(self.decided))
+
+    # How methods run.
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which contractions of Linen modules' methods go to ``contract``.
+
+        FP8 ops are not intercepted.
+        """
+        return nn.intercept_methods(self._around)
+
+    def _around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module; Linen calls it."""
+        module, scope = context.module, context.module.scope
+        if self.is_passing:
+            return run(*args, **kwargs)
+        if isinstance(module, Fp8Op) or scope is None:
+            with unwatched(), self.passing(), jax.named_scope(BY_OP):
+                return run(*args, **kwargs)
+        if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
+            arrays = state_at(_variables_of(scope.root), scope.path[len(scope.root.path) :])
+            state = {name.swapcase(): x for name, x in arrays.items()}
+            _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
+        # A method that is called by another method of its module shares the frame of that method.
+        if self.frames and self.frames[-1].module.scope is scope:
+            with self.watching():
+                return run(*args, **kwargs)
+        is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
+        frame = Frame(module, "" if is_main else context.method_name, {}, trace_behind())
+        self.frames.append(frame)
+        try:
+            is_apart = self.is_apart or not self.owns(scope.root)
+            with self.having(is_apart=is_apart), self.watching(), _without_state_in_variables(scope):
+                return run(*args, **kwargs)
+        finally:
+            self.frames.pop()  # JAX may keep the trace alive
+
+    def look_for_params(self) -> None:
+        # This method is called for every primitive, so it must return early if there is no new parameter.
+        # Only a running method makes parameters.
+        frame = self.frames[-1]
         scope: Any = frame.module.scope
-        lhs, rhs = (self.origins.of(x, scope) for x in operands[:2])
-        site, arguments, restore = as_op(row, operands, params, (lhs, rhs), frame)
+        if self._num_params.get(frame.root) is None:
+            self._num_params.set(frame.root, 0)
+            self._add_params(frame.root)
+        if frame.root.is_mutable_collection(PARAMS):
+            number = len(_params_of(scope))
+            if self._num_params.get(scope) != number:
+                self._num_params.set(scope, number)
+                self._add_params(scope)
+
+    def _add_params(self, scope: Any) -> None:
+        """Tells ``origins`` of the parameters in a scope."""
+        if self.owns(scope.root):
+            leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(_params_of(scope)))[0]
+            self.origins.add(
+                ((*scope.path, *(str(key_name(key)) for key in path)), leaf) for path, leaf in leaves
+            )
+
+    # How a contraction is computed.
+
+    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+        """Computes a contraction in FP8 if the rules convert it."""
+        frame = self.frames[-1]
+        found = contraction(row, operands, params, self.origins)
+        site = found.site(frame.path, frame.module, _name_of(found, frame), self._why_no_op())
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
             decision = decision._replace(rule=None)  # it is an index into the rules of another model
         bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
         self.decided.append((bare, decision))
+        if decision.converts and self.in_custom_vjp:
+            raise ValueError(
+                f"{site.path or 'The model'!r} is inside of nn.custom_vjp, whose derivative is the model's "
+                "own. An FP8 op there could not update its scaling state. Leave it wide: "
+                f"quantize_model(model, exclude={site.path!r})."
+            )
         if self.is_counting:
             return None, site.scope
         if not decision.converts:
             return None, NOT_CONVERTED
         with jax.named_scope(BY_OP):
+            scope: Any = frame.module.scope
             options = {"form": self._rules_here.form} if row.has_form else {}
             parent = scope.push(site.name, reuse=True)
             op = Fp8Op._for_row(row)(recipe=decision.recipe, **options, parent=parent)
-            out = op(*arguments)
-        return restore(out), ""
+            out = op(*found.arguments)
+        return found.restore(out), ""
+
+    def _why_no_op(self) -> str | None:
+        """Returns the reason why the running method can have no op; None if it can."""
+        if isinstance(self.frames[-1].module, nn.WeightNorm | nn.SpectralNorm):
+            return "part of a normalization of weights"
+        if self.is_apart:
+            return "in a module that is applied to variables of its own, where there is no place for state"
+        return None
 
     def on_op(
         self,
@@ -113,66 +254,125 @@ class Call(Interception):
     ) -> jax.Array:
         """Records an op, and computes it."""
         if recipe is not None and not self.is_apart:
-            kernel = self.origins.of(rhs, op.scope)
+            kernel = self.origin_of(rhs)
             # The record outlives the call, so it must not hold arrays.
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args, conversion().stacked))
+            add_op(self.ops, op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+            if op.is_initializing() and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
+                rank = len(kernel.sources[0].shape) if kernel is not None else 1
+                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
         return compute(lhs, rhs, *rest, **keywords)
 
-    def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
-        before = self.ops.get(path)
-        if before is not None and not _is_same_kernel(before, found):
-            # The op multiplies by several kernels with one state, so none of them can be stored for it.
-            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
-            sources = dict.fromkeys(source for kernel in kernels for source in kernel.sources)
-            found = found._replace(kernel=Origin(tuple(sources), None), has_several_kernels=True)
-        self.ops[path] = found
+    def origin_of(self, value: Any) -> Origin | None:
+        """Returns the origin of a value; None if it comes from anything but parameters."""
+        self.look_for_params()
+        return self.origins.of(value)
 
-    @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model's method, whose loops treat the variables of ops like the parameters."""
-        self.origins.mark(model.scope)
-        with converting(on_op=self.on_op, in_map=False), beside_params(self.beside_params):
-            yield
+    def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
+        """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
+        if self.is_apart or not self._converts:
+            return None
+        value = self.stored(op, leaf.name)
+        if value is None and op.is_initializing():
+            value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
+            self._put(op, {leaf.name: value})
+        if value is None and leaf.name.swapcase() in state_at(self._outer, op.path[self._depth :]):
+            raise _lost(op.path)
+        return value
 
-    @contextmanager
+    def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
+        """Returns an array that the variables hold for an op; None if there is none of this name."""
+        same, others = self._roots_of(op.path)
+        for root in (*same, *others):
+            variables = _variables_of(root)
+            if root in others:  # another trace, in which the parameters of a loop are stacked
+                variables = {STATE: variables.get(STATE, {})}
+            found = state_at(variables, op.path[len(root.path) :])
+            if name.swapcase() in found:
+                value: jax.Array = found[name.swapcase()]
+                return value
+        return None
+
+    def _put(self, op: Fp8Op, arrays: Mapping[str, jax.Array]) -> None:
+        """Puts arrays of an op into the variables, among the parameters if the op is in a loop."""
+        root = self._roots_of(op.path)[0][0]
+        collection = STATE if root.is_mutable_collection(STATE) else PARAMS
+        if root.is_mutable_collection(collection):
+            self._made.add(op.path)
+            for name, below in placed(collection, op.path[len(root.path) :], arrays)[collection].items():
+                root.put_variable(collection, name, below)
+
+    def _roots_of(self, path: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+        """Returns the root scopes of the running methods that hold the variables of an op.
+
+        First those of the running trace, from the outermost: in this one, no ``nn.map_variables`` of the
+        model has changed the state. Then those of other traces, from the innermost.
+        """
+        here = trace_behind()
+        same, others = list[Any](), list[Any]()
+        for frame in reversed(self.frames):
+            if path[: len(frame.root.path)] == frame.root.path and self.owns(frame.root):
+                if frame.trace is here and not others:
+                    same.insert(0, frame.root)
+                else:
+                    others.append(frame.root)
+        return same, others
+
+    @contextlib.contextmanager
     def ruled_by(self, rules: Rules) -> Iterator[None]:
         """A context in which other rules decide, for a converted model inside of this model."""
-        before, self._rules_here = self._rules_here, rules
-        try:
+        with self.having(_rules_here=rules):
             yield
-        finally:
-            self._rules_here = before
 
-    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the caller as the method sees them: with JAX arrays."""
-        return jax.tree.map(as_jax, variables)
 
-    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the method as the caller sees them."""
-        return variables
+def _variables_of(scope: Any) -> Any:
+    """Returns the variables in a scope, also those that ``scope.variables`` hides."""
+    return type(scope).variables(scope)
 
-    def finish(self, model: Any, method: str) -> None:
-        """Records what the method has computed.
 
-        Raises:
-            ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
-        """
-        seen = seen_of(model)
-        seen.decided = self.decided
-        if not self.is_counting:
-            found_here, self.ops = self.ops, dict(seen.ops)
-            for path, found in found_here.items():
-                if _is_of_other_variables(seen.ops.get(path), found):
-                    del self.ops[path]
-                self._record(path, found)
-            seen.ops = self.ops
-            seen.used_otherwise |= self.origins.used_otherwise
-        if method == "__call__" and model.is_initializing():
-            self.rules.check_matched(self.decided)
-            is_converted = self.ops or any(decision.converts for _, decision in self.decided)
-            if not (is_converted or self.is_counting):
-                raise ValueError(self.rules.why_unconverted(self.decided))
+def _params_of(scope: Any) -> Any:
+    return _variables_of(scope).get(PARAMS, {})
+
+
+def _lost(path: tuple[str, ...]) -> ValueError:
+    """Returns the error for an op in a loop whose state does not come through to it."""
+    layer = "/".join(path[:-1])
+    return ValueError(
+        f"The scaling state of the FP8 op at {'/'.join(path)} is lost in an nn.map_variables around "
+        "nn.scan or nn.vmap: its functions must return all parameters that they get. Let them return the "
+        f"others unchanged, or leave the layer wide: quantize_model(model, exclude={layer!r})."
+    )
+
+
+@contextlib.contextmanager
+def _without_state_in_variables(scope: Any) -> Iterator[None]:
+    """A context in which ``self.variables`` of a module has the state where the caller has it."""
+    before = vars(scope).get("variables")
+    scope.variables = lambda: split(_variables_of(scope))
+    try:
+        yield
+    finally:
+        del scope.variables
+        if before is not None:
+            scope.variables = before
+
+
+def _name_of(found: Contraction, frame: Frame) -> str:
+    """Returns the name of the op of a contraction.
+
+    In a Linen layer that takes ops, the op has the name that an op given by hand would have. Products of
+    activations have no kernel to be named by; they are numbered.
+    """
+    if found.kernel is None:
+        product = f"{frame.method}_{found.kind}".lstrip("_")
+        return f"{found.row.name}_{product}_{frame.count(product)}"
+    fields = ("dot_general_cls", "conv_general_dilated_cls")
+    takes_ops = isinstance(frame.module, nn.Einsum) or any(hasattr(frame.module, one) for one in fields)
+    is_of_kernel = any(source.path == (*frame.path, "kernel") for source in found.kernel.sources)
+    # A layer of Linen has one contraction.
+    if takes_ops and (is_of_kernel or type(frame.module).__module__.startswith("flax.")):
+        return f"{found.row.name}_0"
+    return f"{found.row.name}_{found.name(frame.path)}"
 
 
 def _as_struct(x: Any) -> Any:
@@ -182,37 +382,3 @@ def _as_struct(x: Any) -> Any:
 def as_jax(x: Any) -> Any:
     """Returns a NumPy array as a JAX array, which keeps its identity in a computation."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
-def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
-    """Returns whether two calls of an op multiply by the same kernel."""
-    if a.kernel is None or b.kernel is None:
-        return a.kernel is b.kernel
-    return a.kernel.sources == b.kernel.sources and _steps(a.kernel) == _steps(b.kernel)
-
-
-def _steps(kernel: Origin) -> Any:
-    """Returns the steps that made a kernel from a parameter, without casts that change no value."""
-    if kernel.moves is None:
-        return None
-    moves = [(m.primitive, m.params, m.result) for m in kernel.moves if not _is_exact_cast(m)]
-    return moves, kernel.is_moved
-
-
-def _is_exact_cast(move: Move) -> bool:
-    """Returns whether a step is a cast that changes no value."""
-    if move.primitive.name != CAST:
-        return False
-    wide, narrow = move.params["new_dtype"], move.dtype
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
-        return bool(wide == narrow)
-    of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)
-    return bool(of_narrow.nmant <= of_wide.nmant and of_narrow.maxexp <= of_wide.maxexp)
-
-
-def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
-    """Returns whether parameters of an op have another dtype or shape than in an earlier call."""
-    if before is None or before.kernel is None or found.kernel is None:
-        return False
-    olds, news = before.kernel.sources, found.kernel.sources
-    return [old.path for old in olds] == [new.path for new in news] and olds != news

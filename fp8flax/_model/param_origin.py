@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import flax.core
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import PARAMS
-from fp8flax._core.state.tree import key_name
-from fp8flax._linen.conversion import conversion
 from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
-
-# Linen's transformations pass the flags of a scope on to the scopes that they make.
-_MARK = "fp8flax"
-"""The flag that holds the ``ParamOrigins`` of the calls that a scope belongs to."""
 
 
 class Source(NamedTuple):
@@ -36,6 +27,8 @@ class Source(NamedTuple):
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
+    part: str = ""
+    """The name of the part of the parameter, if the value is joined of several; see ``Origin.part``."""
 
 
 class Move(NamedTuple):
@@ -60,10 +53,8 @@ class Origin(NamedTuple):
 
     For a result of arithmetic they are the steps of the first operand that has the shape of the result, or
     None."""
-    rank: int = 0
-    """The number of dimensions of the parameter that ``moves`` begin with."""
     is_moved: bool = True
-    """Whether neither arithmetic nor ``nn.map_variables`` made the value."""
+    """Whether no arithmetic made the value."""
 
     @property
     def is_one_parameter(self) -> bool:
@@ -101,31 +92,36 @@ class Origin(NamedTuple):
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(jnp.uint8)
 
-    def part(self, summed: Sequence[int]) -> str:
+    def part(self, summed: Sequence[int] = ()) -> str:
         """Returns the name of the part of a parameter that the value is; the op's state is named with it.
 
-        The name is empty for a whole parameter, ``-1`` for ``w[1]`` and ``-64-128`` for ``w[:, 64:128]``.
-        ``-T`` follows if the contraction sums over the last dimension of the parameter, as in ``x @ w.T``.
-        A concatenated value counts as whole. After a reshape there is no ``-T``. Equal ranges of different
-        dimensions have one name, so ``w[:64]`` and ``w[:, :64]`` share their state.
+        The name is empty for a whole parameter, ``-axis0-1`` for ``w[1]`` and ``-axis1-64-128`` for
+        ``w[:, 64:128]``. ``-T`` follows if the contraction sums over the last dimension of the parameter,
+        as in ``x @ w.T``. After a reshape, the name of a slice begins with the shape that is sliced:
+        ``-4x8-axis0-1`` for ``w.reshape(4, 8)[1]``. A joined value counts as whole.
 
         Args:
             summed: the dimensions of the value over which a contraction sums.
         """
         if self.moves is None:
             return ""
-        axes: list[int] | None = list(range(self.rank))
-        text = ""
+        rank = len(self.sources[0].shape)
+        axes, text, is_reshaped = list(range(rank)), "", False
         for move in self.moves:
             name, params = move.primitive.name, move.params
-            if axes is None or name in ("broadcast_in_dim", "reshape"):
-                axes = None
-            elif name == "transpose":
+            ranges = _ranges_of(move)
+            if ranges and is_reshaped:
+                text += "-" + "x".join(map(str, move.shape))
+                axes, is_reshaped = list(range(len(move.shape))), False
+            text += "".join(f"-axis{axes[i]}-{a}" + ("" if b == a + 1 else f"-{b}") for i, a, b in ranges)
+            if name == "transpose" and not is_reshaped:
                 axes = [axes[i] for i in params["permutation"]]
-            elif name == "squeeze":
+            elif name == "squeeze" and not is_reshaped:
                 axes = [axis for i, axis in enumerate(axes) if i not in params["dimensions"]]
-            text += _range_of(move)
-        if axes and len(axes) > 1 and self.rank - 1 in (axes[i] for i in summed):
+            elif name in ("broadcast_in_dim", "reshape"):
+                text += "-T" * (not is_reshaped and axes != sorted(axes))
+                is_reshaped = True
+        if not is_reshaped and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
 
@@ -137,20 +133,19 @@ def _is_bijection(move: Move) -> bool:
     return move.primitive.name in BIJECTIONS
 
 
-def _range_of(move: Move) -> str:
-    """Returns the ranges of a slice or a split as text; dimensions that it takes whole are left out."""
+def _ranges_of(move: Move) -> list[tuple[int, int, int]]:
+    """Returns the dimensions that a slice or a split does not take whole, each with its range."""
     params = move.params
     if move.primitive.name == "split":
         start = sum(params["sizes"][: move.result])
-        return f"-{start}-{start + params['sizes'][move.result]}"
+        return [(params["axis"], start, start + params["sizes"][move.result])]
     if move.primitive.name != "slice":
-        return ""
+        return []
     limits = zip(params["start_indices"], params["limit_indices"], move.shape)
-    ranges = [(a, b) for a, b, size in limits if (a, b) != (0, size)]
-    return "".join(f"-{a}" if b == a + 1 else f"-{a}-{b}" for a, b in ranges)
+    return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
 
 
-class _ByIdentity:
+class ByIdentity:
     """Dict by the identity of its keys. It keeps no key alive: a tracer must not outlive its trace."""
 
     def __init__(self) -> None:
@@ -175,92 +170,94 @@ class ParamOrigins:
     """Records the origins of all values of one call of a model, in all of its traces."""
 
     def __init__(self) -> None:
-        self._origins = _ByIdentity()
-        self._constants = _ByIdentity()
-        self._known = _ByIdentity()
-        """For each root scope, how many of its parameters were recorded."""
+        self._origins = ByIdentity()
+        self._constants = ByIdentity()
+        self._computed = ByIdentity()
+        """The values that were computed from parameters and other values."""
         self.used_otherwise: set[tuple[str, ...]] = set()
         """The parameters that something else than an FP8 op or a movement reads."""
 
-    def of(self, value: Any, scope: Any) -> Origin | None:
-        """Returns the origin of a value in a scope's parameters; None if it comes from anything else."""
+    def of(self, value: Any) -> Origin | None:
+        """Returns the origin of a value; None if it comes from anything but known parameters."""
         if not isinstance(value, jax.Array | np.ndarray):
             return None
         found: Origin | None = self._origins.get(value)
-        if found is None:
-            self._look_for_params(scope.root)
-            found = self._origins.get(value)
         return found
 
-    def mark(self, scope: Any) -> None:
-        """Marks a scope, and all scopes that Linen makes from it, as scopes of the model."""
-        marks = (*scope.flags.get(_MARK, ()), self)
-        for one in (scope, scope.root):
-            one.flags = flax.core.freeze({**one.flags, _MARK: marks})
+    def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
+        """Records arrays as parameters, each with its path, if they are not known yet."""
+        for path, leaf in params:
+            if hasattr(leaf, "shape") and self._origins.get(leaf) is None:
+                # ``nn.map_variables`` may have computed the parameter.
+                is_moved = not self._computed.get(leaf)
+                self._origins.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
 
-    def has_place(self, root: Any) -> bool:
-        """Returns whether the variables of a root scope are those of the model, which can hold state."""
-        return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
-
-    def _look_for_params(self, root: Any) -> None:
-        """Records the parameters of a root scope that are new since the last call."""
-        if not self.has_place(root):
-            return
-        count = len(jax.tree.leaves(root.variables().get(PARAMS, {})))
-        # This method is called for every value, so it must return early if there is no new parameter.
-        if self._known.get(root) == count:
-            return
-        self._known.set(root, count)
-        # ``follow`` may not have seen how ``nn.map_variables`` made a parameter. So nothing is known of it.
-        is_moved = not conversion().in_map
-        for source, leaf in _params_in(root):
-            if self._origins.get(leaf) is None:
-                self._origins.set(leaf, Origin((source,), (), leaf.ndim, is_moved))
-
-    def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
+    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
         """Records the origins of the results of a primitive, and the parameters that it reads."""
         results = results if primitive.multiple_results else [results]
-        if all(self._is_constant(x, scope) for x in operands):
+        if all(map(self._is_constant, operands)):
             for result in results:
                 self._constants.set(result, True)
             return
-        origins = [self.of(x, scope) for x in operands]
+        origins = [self.of(x) for x in operands]
         made_of = [origin for origin in origins if origin is not None]
+        if not made_of:
+            if any(map(self._computed.get, operands)):
+                self._set_computed(results)
+            return
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         uses = uses_of(primitive, params, len(operands), len(results))
         for operand, reads in zip(operands, uses.reads):
             if reads and not is_moved:
-                self.use(operand, scope)
+                self.use(operand)
         for i, (result, returned) in enumerate(zip(results, uses.returns)):
             if returned is not None:
                 origin = origins[returned]
-            elif is_moved and all(d.is_moved for d in made_of):
+            elif is_moved:
                 origin = _moved(primitive, params, operands[0], made_of, i)
-            elif all(d is not None or self._is_constant(x, scope) for x, d in zip(operands, origins)):
+            elif all(d is not None or self._is_constant(x) for x, d in zip(operands, origins)):
                 origin = _computed(operands, origins, result)
             else:
                 origin = None
+                self._set_computed([result])
             if origin is not None:
                 self._origins.set(result, origin)
 
-    def _is_constant(self, value: Any, scope: Any) -> bool:
+    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Records the results of a function that is not looked into, and the parameters that it reads."""
+        if any(self.of(x) is not None or self._computed.get(x) for x in operands):
+            self._set_computed(results)
+        for operand in operands:
+            self.use(operand)
+
+    def _set_computed(self, results: Iterable[Any]) -> None:
+        for result in results:
+            self._computed.set(result, True)
+
+    def _is_constant(self, value: Any) -> bool:
         """Returns whether a value is a number in the source of the model, or computed from such numbers.
 
         A parameter is no constant, although ``init`` may compute it from numbers, as ``zeros`` does.
         """
         if not isinstance(value, jax.Array):
             return np.ndim(value) == 0
-        return bool(self._constants.get(value)) and self.of(value, scope) is None
+        return bool(self._constants.get(value)) and self.of(value) is None
 
-    def use(self, value: Any, scope: Any) -> None:
+    def use(self, value: Any) -> None:
         """Records that an operation other than an FP8 op reads a value."""
-        origin = self.of(value, scope)
+        origin = self.of(value)
         if origin is not None:
             self.used_otherwise.update(source.path for source in origin.sources)
 
 
 def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:
-    return tuple(source for d in made_of for source in d.sources)
+    if len(made_of) == 1:
+        return made_of[0].sources
+    named = [
+        [source if d.moves is None else source._replace(part=d.part()) for source in d.sources]
+        for d in made_of
+    ]
+    return tuple(source for sources in named for source in sources)
 
 
 def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Origin], index: int) -> Origin:
@@ -276,7 +273,7 @@ def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Ori
     moves = made_of[0].moves if len(made_of) == 1 else None
     if moves is not None:
         moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
-    return Origin(_sources_of(made_of), moves, made_of[0].rank)
+    return Origin(_sources_of(made_of), moves, all(d.is_moved for d in made_of))
 
 
 def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origin:
@@ -286,15 +283,9 @@ def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origi
     """
     made_of = [d for d in origins if d is not None]
     alike = [d for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape]
-    moves, rank = (alike[0].moves, alike[0].rank) if alike else (None, 0)
-    return Origin(_sources_of(made_of), moves, rank, is_moved=False)
-
-
-def _params_in(root: Any) -> list[tuple[Source, Any]]:
-    """Returns the parameters in a root scope, each with its array."""
-    params = nn.meta.unbox(root.variables().get(PARAMS, {}))
-    return [
-        (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-        if hasattr(leaf, "shape")
-    ]
+    first = alike[0] if alike else None
+    sources = _sources_of(made_of)
+    if first is not None and first.moves is not None:
+        # ``part`` reads the shape of the parameter that the moves begin with from the first source.
+        sources = tuple(dict.fromkeys((first.sources[0], *sources)))
+    return Origin(sources, first.moves if first is not None else None, is_moved=False)

@@ -1,7 +1,9 @@
-"""``quantize_model``: a Linen model whose contractions run in FP8, its source untouched."""
+"""``quantize_model``: a model of Linen or NNX whose contractions run in FP8, its source untouched."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import flax.linen as nn
@@ -13,31 +15,48 @@ from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class
 
 
+def is_nnx(model: Any) -> bool:
+    """Returns whether a value is an NNX module. The package imports NNX only if the user has."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
+
+
 def quantize_model(
     model: Any,
+    *inputs: Any,
     recipe: Recipe | None = None,
-    *,
     include: Any = None,
     exclude: Any = (),
     rules: Any = (),
     products: bool = False,
     allow_unmatched: bool = False,
     form: str = "direct",
-) -> nn.Module:
+) -> Any:
     """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
     A matmul of an activation and a parameter becomes an FP8 op, unless a rule or a default leaves it out:
-    ``nn.Dense`` and Linen's other layers, recurrent cells, ``x @ w``, ``jnp.einsum``, ``lax.dot_general``.
-    The result is used like ``model``. ``init`` gives the same parameters. With delayed scaling it also
-    gives the state that the layers would have with ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``,
-    ``nn.vmap`` and ``nn.remat`` the state is stacked and shared as the parameters are, although the model
-    does not name the collection there.
+    ``nn.Dense`` and Flax's other layers, recurrent cells, ``x @ w``, ``jnp.einsum``, ``lax.dot_general``.
+    The kernel may be the parameter after casts, reshapes, transposes, slices, splits and joins, or times
+    numbers. The result is used like ``model``.
+
+    **Linen.** ``init`` gives the same parameters. With delayed scaling it also gives the state that the
+    layers would have with ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``, ``nn.vmap`` and
+    ``nn.remat`` the state is stacked and shared as the parameters are, although the model does not name the
+    collection there.
 
     Names of the state: a contraction that is written out with a parameter ``w`` has the state
-    ``Fp8DotGeneralOp_w``, whatever else the method computes. ``…_qkv-0-64`` is the state of a part of
-    ``qkv``, and ``…_w-T`` that of its transpose. A kernel that is used twice in the same way has one state,
-    as a layer that is called twice has. Products of activations have no parameter to be named by; they are
-    numbered.
+    ``Fp8DotGeneralOp_w``, whatever else the method computes. ``…_qkv-axis1-0-64`` is the state of
+    ``qkv[:, :64]``, and ``…_w-T`` that of a transpose. A kernel that is used twice in the same way has one
+    state, as a layer that is called twice has. Products of activations have no parameter to be named by;
+    they are numbered.
+
+    **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
+    ``inputs``, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
+    and ``nnx.Conv``, also inside of other modules of NNX. With ``inputs``, one abstract call of the model
+    also finds the contractions that modules write out. Their ops are attributes of the modules, such as
+    ``fp8_w``. Each layer gets its own op, with fresh state; a module that occurs at two places gets one. A
+    layer with an op that you gave keeps this op and its state, unless ``rules`` or ``include`` convert the
+    layer. If ``nnx.vmap`` stacked a module along the first axis, for ``nnx.scan``, the state is stacked.
 
     Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
     the defaults. The defaults leave out
@@ -50,11 +69,13 @@ def quantize_model(
 
     The batch size has no effect on the rules, so ``init``, training and decoding agree. (The products of
     attention have the sizes of the sequence. With ``products=True`` call ``init`` with 16 tokens or more.)
-    A pattern is searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0``, and in
-    that path with the parameter's name.
+    A pattern is searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0`` or
+    ``encoder/layers/0/linear``, and in that path with the parameter's name.
 
     Args:
-        model: an unbound module.
+        model: an unbound Linen module; or an NNX module, also an abstract one (``nnx.eval_shape``).
+        *inputs: inputs of an NNX model; ``jax.ShapeDtypeStruct`` may take the place of arrays. A Linen
+            model takes none. A recipe may come before them, or alone.
         recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
             ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
         include: a regular expression or several. Only contractions that match are converted, even those
@@ -63,6 +84,7 @@ def quantize_model(
         rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
             ``"leave"``. A callable ``(path, module, shapes)`` returns a recipe, ``"leave"``, or None to let
             the next rule decide. It gets the module's path, the module, and the shapes of input and kernel.
+            (The shape of the input of an NNX layer has only the dimensions that the kernel contracts.)
         allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
             or an earlier rule matches first. By default such a pattern is an error.
         form: form of the matmuls: ``"direct"``, or ``"qdq"``, which takes ``DelayedScaling``, can be
@@ -72,19 +94,20 @@ def quantize_model(
             than ``params`` counts as an activation.
 
     Returns:
-        A module of a subclass of ``type(model)``, equal for equal arguments; ``report`` lists what is
-        converted and why. It can be copied and pickled, also for another process, if the contents of
-        ``rules`` can. ``init`` raises ``ValueError`` if a pattern matched nothing, or nothing is converted.
-        Some code stays unconverted: JAX's own
+        A Linen module of a subclass of ``type(model)``, equal for equal arguments; or a copy of the NNX
+        model. ``report`` lists what is converted and why. The result can be copied and pickled, also for
+        another process, if the contents of ``rules`` can. Some code stays unconverted: JAX's own
         ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists their
-        contractions), and submodules that are called from outside, on a bound model or by a function that
-        ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert ``method=lambda
-        m, x: m.encoder(x)``.)
+        contractions), and submodules of Linen models that are called from outside, on a bound model or by a
+        function that ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert
+        ``method=lambda m, x: m.encoder(x)``.)
 
     Raises:
-        TypeError: ``model`` is not a Linen module, a recipe is not a ``Recipe``, or ``products`` or
-            ``allow_unmatched`` is not a bool.
-        ValueError: ``model`` is bound, or converted already; or a rule or ``form`` is not valid.
+        TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, ``products`` or
+            ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
+        ValueError: ``model`` is bound, or converted already; a rule or ``form`` is not valid; a pattern
+            matched nothing; or nothing is converted. A Linen model raises the last two in ``init``, which
+            also refuses an op inside of ``nn.custom_vjp``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -94,12 +117,35 @@ def quantize_model(
         >>> list(variables["_overwrite_with_gradient"])
         ['layers_0']
 
+        >>> from flax import nnx
+        >>> layers = nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+        >>> model8 = fp8.quantize_model(nnx.Sequential(*layers), jnp.ones((2, 32)), include="layers/0")
+        >>> type(model8.layers[0].dot_general).__name__
+        'Fp8DotGeneralOp'
+
     Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
     on an H100.)
     """
+    if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str)):
+        recipe, *inputs = inputs  # type: ignore[assignment]
+    options = Rules(
+        recipe=recipe,
+        include=include,
+        exclude=exclude,
+        rules=rules,
+        products=products,
+        allow_unmatched=allow_unmatched,
+        form=form,
+    )
+    if is_nnx(model):
+        return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "quantize_model", more)
+        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", "", "", more)
+    if inputs:
+        raise TypeError(
+            f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them."
+        )
     if model.scope is not None:
         raise ValueError(
             f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "
@@ -110,13 +156,4 @@ def quantize_model(
             f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
             "made from, with all rules at once."
         )
-    options = Rules(
-        recipe=recipe,
-        include=include,
-        exclude=exclude,
-        rules=rules,
-        products=products,
-        allow_unmatched=allow_unmatched,
-        form=form,
-    )
     return convert(model, converted_class(type(model), options, Call))

@@ -2,35 +2,124 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import io
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
+from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.conversion import counting
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in
-from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
+from fp8flax._model.quantize_model import is_nnx
+from fp8flax._model.rules import Decision, Site
 from fp8flax._model.wrapped_module import trace_apply
-from fp8flax._train.bridge import eval_init
 
 
-def report(model: nn.Module, *args: Any, **kwargs: Any) -> ModelReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contraction of a model.
+
+    Attributes:
+        path: path of the module.
+        kernel: path of the parameter that it multiplies with; None for a product of two activations.
+        batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
+        count: how often it is computed in one forward pass.
+        converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
+        reason: the rule that converts it, or the reason why it is not converted.
+        flops: FLOPs of all its computations in one forward pass.
+    """
+
+    path: str
+    kernel: str | None
+    batch: int
+    m: int
+    k: int
+    n: int
+    count: int
+    converted: bool
+    reason: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """Table of a model's contractions, and whether each of them runs in FP8.
+
+    Attributes:
+        rows: the contractions, in the order in which the model computes them.
+        unseen: contractions in places that ``quantize_model`` does not convert, by place and shapes: in a
+            ``lax.scan``, in ``jax.checkpoint``, or in a function with a derivative of its own.
+    """
+
+    rows: tuple[Row, ...]
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def converted(self) -> tuple[Row, ...]:
+        """Returns the rows that run in FP8."""
+        return tuple(row for row in self.rows if row.converted)
+
+    @property
+    def fp8_share(self) -> float:
+        """Returns the share of FLOPs of the contractions that are converted."""
+        total = sum(row.flops for row in self.rows)
+        return sum(row.flops for row in self.converted) / total if total else 0.0
+
+    def __str__(self) -> str:
+        total = sum(row.flops for row in self.rows) or 1
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for title in ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why"):
+            table.add_column(title, no_wrap=True)
+        for row in self.rows:
+            sizes = (row.batch, row.m, row.k, row.n)[0 if row.batch != 1 else 1 :]
+            name = (row.kernel or "").removeprefix(f"{row.path}/") if row.path else row.kernel
+            cells = (
+                *(row.path or "(the model)", name or "-", "×".join(map(str, sizes)), str(row.count)),
+                *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
+            )
+            table.add_row(*map(Text, cells))
+        console = Console(file=io.StringIO(), width=10_000, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        lines = [line.rstrip() for line in capture.get().splitlines()]
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines += [
+            "",
+            f"{len(self.converted)} of {len(self.rows)} contractions are converted "
+            f"({100 * self.fp8_share:.1f} % of their FLOPs).",
+            *(f"Not looked into: {text}." for text in self.unseen),
+        ]
+        return "\n".join(lines)
+
+
+SEE_AUDIT = " For any other function, fp8flax.audit reads the compiled program."
+"""The end of the error for a model that does not come from ``quantize_model``."""
+
+
+def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
-    Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
-    with these inputs; under ``nn.vmap`` and ``jax.vmap`` they are those of the whole batch. In ``nn.scan``
-    and ``nn.RNN`` a contraction counts as often as the loop runs; in ``nn.while_loop`` it counts once,
-    because the number is not known. Layers that have an FP8 op by themselves are not listed.
+    Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
+    under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
+    contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
+    not known. Linen layers that have an FP8 op by themselves are not listed.
 
     What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
 
     Args:
-        model: the model that ``quantize_model`` returned.
+        model: the Linen or NNX model that ``quantize_model`` returned, or a part of an NNX model.
         *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
         **kwargs: keyword inputs of the model.
 
@@ -52,13 +141,24 @@ def report(model: nn.Module, *args: Any, **kwargs: Any) -> ModelReport:
         <BLANKLINE>
         1 of 2 contractions are converted (99.9 % of their FLOPs).
     """
+    if is_nnx(model):
+        found: ModelReport = importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
+        return found
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, "flax.linen", "report", SEE_AUDIT)
     with counting():
-        shapes, _ = eval_init(model, args, kwargs)
-        program = trace_apply(model, shapes, args, kwargs)
-    decided = {site.scope: (site, decision) for site, decision in seen_of(model).decided}
+        program = trace_apply(model, None, args, kwargs)
+    return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(model).decided})
+
+
+def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:
+    """Returns the report of a model.
+
+    Args:
+        program: the jaxpr of a call, in which each contraction is in its ``Site.scope``.
+        decided: the contractions and the decisions of the rules, by these scopes.
+    """
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for row, one in contractions_in(program):
@@ -72,4 +172,20 @@ def report(model: nn.Module, *args: Any, **kwargs: Any) -> ModelReport:
             counts[scope, sizes] += one.times
         elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
             unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
-    return table_of(counts, decided, unseen)
+    rows = []
+    for (key, sizes), count in counts.items():
+        site, decision = decided[key]
+        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
+        is_off = decision.converts and recipe is None
+        rows.append(
+            Row(
+                path=site.path,
+                kernel=site.kernel,
+                **sizes._asdict(),
+                count=count,
+                converted=recipe is not None,
+                reason=f"FP8 is off; otherwise in FP8 {decision.reason}" if is_off else decision.reason,
+                flops=count * sizes.flops,
+            )
+        )
+    return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -14,12 +14,11 @@ import flax.errors
 import flax.linen as nn
 import jax
 
-from fp8flax._compat.flax_modules import AroundCalls, call_as_method
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._model.converted_call import Call, seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._train.bridge import split_arrays
+from fp8flax._train.bridge import eval_init, split_arrays
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
@@ -36,6 +35,7 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
 
 def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Makes the subclass. It keeps the name of the class, because Linen names modules by it."""
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -48,42 +48,58 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         "_fp8_serving": None if make_call is Call else make_call,
-        **{name: _with_call(method) for name, method in _transformed_methods(cls)},
+        "_fp8_run": _in_call(_run),
+        **{
+            name: _in_call(method)
+            for name, method in methods.items()
+            if name != "setup" and callable(method) and hasattr(method, "method_handler_wrapped")
+        },
     }
     return type(cls.__name__, (_Converted, cls), names)
 
 
-class _Converted(AroundCalls):
-    """The methods and attributes that converted models have in addition to those of their class."""
+def _in_call(method: Any) -> Any:
+    """Returns a method of a converted model, which begins a ``Call`` if none of the model is running."""
 
-    _fp8_base: Any
-    _fp8_rules: Rules
-    _fp8_make_call: Callable[..., Any]
-    _fp8_serving: Any
-
-    def _around_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns ``compute(model, args, kwargs)``, computed within a ``Call`` of the model."""
+    @wraps(method, updated=())
+    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls, cls = conversion().calls, type(self)
-        if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
-            return compute(self, args, kwargs)
-        if calls and self._fp8_serving is None and calls[-1].origins.has_place(self.scope.root):
+        if self.scope is None or any(call.cls is cls for call in calls):
+            return method(self, *args, **kwargs)
+        if calls and self._fp8_serving is None and calls[-1].owns(self.scope.root):
             with calls[-1].ruled_by(self._fp8_rules):
-                return compute(self, args, kwargs)
+                return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
         call.is_counting = conversion().counted == len(calls)
         call.is_init = self.is_initializing()
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             with call.running(module):
-                return compute(module, args, kwargs)
+                return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
         with converting(calls=(*calls, call)):
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
             with call.active():  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
-            call.finish(self, name)
+            call.finish(self, method.__name__)
         return result
+
+    return nn.nowrap(begin)
+
+
+def _run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
+    return function(self, *args, **kwargs)
+
+
+class _Converted:
+    """The methods and attributes that converted models have in addition to those of their class."""
+
+    _fp8_base: Any
+    _fp8_rules: Rules
+    _fp8_make_call: Callable[..., Any]
+    _fp8_serving: Any
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
@@ -109,60 +125,20 @@ def _is_equal(self: Any, other: Any) -> bool:
     return type(other) is type(self) and self._fp8_base.__eq__(self, other)
 
 
-def _with_call(transformed: Any) -> Any:
-    """Wraps a method that a transformation has made, so that a call begins around the transformation."""
-
-    @wraps(transformed, updated=())
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def compute(module: Any, args: Any, kwargs: Any) -> Any:
-            return transformed(module, *args, **kwargs)
-
-        return self._around_call(transformed.__name__, compute, args, kwargs)
-
-    return nn.nowrap(method)
-
-
-def _transformed_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yields the methods that ``nn.scan``, ``nn.jit`` and other transformations have made from methods.
-
-    Such a method calls the original method inside of the transformation. That is too late to begin a call,
-    because the transformation must already know the collection with the variables of the ops.
-    """
-    for name in dir(cls):
-        method = inspect.getattr_static(cls, name)
-        if _is_wrapped(method) and _is_wrapped(getattr(method, "__wrapped__", None)):
-            yield name, method
-
-
-def _is_wrapped(method: Any) -> bool:
-    """Returns whether Linen has wrapped a method."""
-    return callable(method) and hasattr(method, "method_handler_wrapped")
-
-
 def _as_method(model: Any, method: Any) -> Any:
-    """Returns the method to give to Linen's ``apply`` or ``init``, so that what it computes is converted.
-
-    A function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``, is wrapped in one.
-    """
+    """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
     if isinstance(method, str):
-        found = getattr(model, method, None)
+        name, found = method, getattr(model, method, None)
         if isinstance(found, nn.Module):
-            return _as_method(model, partial(_call_submodule, method))
+            return _as_method(model, lambda model, *args, **kwargs: getattr(model, name)(*args, **kwargs))
         method = found if callable(found) else method
-    if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
-        method = method.__func__
     if method is None or not callable(method):
         return method  # None is __call__; for other values Linen raises the error
-    own = vars(type(model)).get(getattr(method, "__name__", ""))
-    if own is not None and method in (own, getattr(own, "__wrapped__", None)):
+    function = getattr(method, "__func__", method)
+    own = vars(type(model)).get(getattr(function, "__name__", ""))
+    if own is not None and function in (own, own.__wrapped__):
         return own
-    if _is_wrapped(method):
-        return method
-    return lambda model, *args, **kwargs: call_as_method(model, method, args, kwargs)
-
-
-def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(model, name)(*args, **kwargs)
+    return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -201,7 +177,16 @@ def _assembled(
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
+
+    Before, it traces ``init``, to record how loops stack variables. If ``shapes`` is None, the variables
+    have the shapes of ``init``.
+    """
+    seen = seen_of(model)
+    ops, used_otherwise = seen.ops, set(seen.used_otherwise)
+    made, _ = eval_init(model, args, kwargs)
+    seen.ops, seen.used_otherwise = ops, used_otherwise  # of methods that serve
+    shapes = made if shapes is None else shapes
     arrays, fill = split_arrays(args, kwargs)
 
     def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:

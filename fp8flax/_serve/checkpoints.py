@@ -13,10 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.headers import Stored, are_sizes, mapped, parsed, read_header
+from fp8flax._serve.headers import INDEX, SINGLE, Stored, are_sizes, mapped, parsed, read_header
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
@@ -61,42 +59,27 @@ class CheckpointTensor(NamedTuple):
         The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
         """
         result = np.empty(self.shape, dtype)
-        if not result.size:
-            return result
-        wide = np.float64 if result.dtype == np.float64 else np.float32
         if not self.shape:
-            one = CheckpointTensor(self.codes.reshape(1), self.scale.reshape(1), (1,), None)
+            one = self._replace(codes=self.codes.reshape(1), scale=self.scale.reshape(1), block=(1,))
             return one.dequantize(dtype).reshape(())
-        height = self.block[0] if self.scale.shape[0] > 1 else 1
-        step = max(1, _SLAB // (math.prod(self.shape[1:]) * height)) * height
+        wide = np.float64 if result.dtype == np.float64 else np.float32
+        step = max(1, _SLAB // max(1, math.prod(self.shape[1:])))
         for start in range(0, self.shape[0], step):
-            codes, scale = self.codes[start : start + step], self.scale
-            if scale.shape[0] > 1:
-                scale = scale[start // height : (start + step) // height]
-            scale = scale.astype(wide)
-            for axis, (size, width) in enumerate(zip(codes.shape, self.block)):
-                if scale.shape[axis] > 1 and width > 1:
-                    scale = scale.repeat(width, axis)
-                    scale = scale[(slice(None),) * axis + (slice(size),)]
+            codes = self.codes[start : start + step]
+            places = np.arange(start, start + len(codes)), *map(np.arange, self.shape[1:])
+            scale = self.scale[np.ix_(*(at // width for at, width in zip(places, self.block)))]
             with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                result[start : start + step] = (codes.astype(wide) * scale).astype(dtype)
+                result[start : start + step] = (codes.astype(wide) * scale.astype(wide)).astype(dtype)
         return result
-
-
-class _Quantized(NamedTuple):
-    """The parts of a quantized tensor in the files."""
-
-    codes: Stored
-    scale: Stored
-    block: tuple[int, ...]
-    input_scale: Stored | None
 
 
 class Checkpoint(Mapping[str, Any]):
     """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Stored | _Quantized]) -> None:
-        self._path, self._entries = path, entries
+    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
+        self._path = path
+        self._entries = entries
+        """For each name a ``Stored``, or a ``CheckpointTensor`` with ``Stored`` in the place of arrays."""
 
     def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
         entry = self._entries[name]
@@ -149,8 +132,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         OSError: there is no such file, or it cannot be read.
         ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
-            weights; or a scale has a shape that does not match its weight. The error names the file and the
-            tensor. A lookup raises it if the file has become shorter.
+            weights; a scale has a shape that does not match its weight; or a folder has both a single file
+            and an index. The error names the file and the tensor. A lookup raises it if the file has become
+            shorter.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -169,13 +153,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
     """
     path = Path(path)
-    if path.is_dir():
-        blocks = _declared_blocks(*_quantization_config(path))
-        files, metadata = _read_folder(path)
-    else:
-        blocks = []
-        files, metadata = read_header(path)
-    return Checkpoint(path, _entries(files, metadata, blocks))
+    if not path.is_dir():
+        return Checkpoint(path, _entries(*read_header(path), []))
+    blocks = _declared_blocks(*_quantization_config(path))
+    return Checkpoint(path, _entries(*_read_folder(path), blocks))
 
 
 # Folders of files.
@@ -183,14 +164,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns where the tensors of a folder are, and the metadata of its files."""
-    index = folder / _INDEX
-    if not index.is_file():
-        if not (folder / _SINGLE).is_file():
-            raise FileNotFoundError(
-                f"{folder} must have {_SINGLE} or {_INDEX}; it has neither. Pass the path of a safetensors "
-                "file, or of another folder."
-            )
-        return read_header(folder / _SINGLE)
+    index, single = folder / INDEX, folder / SINGLE
+    found = [path.is_file() for path in (index, single)]
+    if not any(found):
+        raise FileNotFoundError(
+            f"{folder} must have {SINGLE} or {INDEX}; it has neither. Pass the path of a safetensors file, "
+            "or of another folder."
+        )
+    if all(found):
+        raise ValueError(
+            f"{folder} must have {SINGLE} or {INDEX}; it has both, and one of them may be from an older "
+            f"save. Delete the older one, or pass the path of {SINGLE} itself."
+        )
+    if single.is_file():
+        return read_header(single)
     shard_of = parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
@@ -267,9 +254,9 @@ def _block_of(weights: dict[str, Any]) -> Any:
 
 def _entries(
     files: Mapping[str, Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
-) -> dict[str, Stored | _Quantized]:
+) -> dict[str, Any]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
-    entries: dict[str, Stored | _Quantized] = {}
+    entries: dict[str, Any] = {}
     rest = dict(files)
     for name, (codes, scale, block) in _float8_tensors(files, metadata).items():
         entries[name] = _quantized(name, rest.pop(codes), rest.pop(scale), None, [block])
@@ -298,8 +285,8 @@ def _entries(
             )
         if name in entries:
             raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
-    order = {name: entries.get(name, rest.get(name)) for name in files}
-    return {name: e for name, e in (order | entries).items() if e is not None}
+    in_order = {name: entries.get(name, rest.get(name)) for name in [*files, *entries]}
+    return {name: entry for name, entry in in_order.items() if entry is not None}
 
 
 def _float8_tensors(
@@ -339,11 +326,11 @@ def _float8_tensors(
 
 def _quantized(
     name: str,
-    codes: Stored,
-    scale: Stored,
-    input_scale: Stored | None,
+    codes: Any,
+    scale: Any,
+    input_scale: Any,
     declared: Sequence[tuple[int, ...]],
-) -> _Quantized:
+) -> CheckpointTensor:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:
         raise ValueError(f"{codes.file}: {name!r} must have codes in FP8; they are {codes.dtype}.")
@@ -366,7 +353,7 @@ def _quantized(
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return _Quantized(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
+    return CheckpointTensor(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
 
 
 def _blocks(

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""The names of the files in a folder: of the index of several files, or of a single file."""
+
 DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -46,7 +49,6 @@ def library() -> Any:
     """Returns the library ``safetensors``; raises ``ImportError`` if it is not installed."""
     try:
         import safetensors
-        import safetensors.numpy
     except ImportError as error:
         raise ImportError(
             "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"

@@ -15,11 +15,12 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._serve.checkpoints import CheckpointTensor
-from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
+from fp8flax._serve.freeze import nnx_front
 from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
-from fp8flax._serve.trees import Path
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path, scale_of_file
 
-_SQUARE, _MX = (128, 128), (1, 32)
+Makers = dict[Path, Callable[[], np.ndarray]]
+"""For each variable a function that makes its array."""
 
 
 class Misfit(Exception):  # noqa: N818
@@ -41,26 +42,27 @@ def load_into(
 
     A variable is found under the name that ``save_safetensors`` gives it, after ``rename``:
     ``params/Dense_0/kernel`` is ``Dense_0.weight`` for a layer in FP8, or ``Dense_0.kernel``. A kernel is
-    ``(out, in)`` in the file, and is transposed, if the file has scales for it or calls it ``weight``.
-    ``rename`` is that of ``save_safetensors``. For a Llama of the Hugging Face hub, it maps the names of
-    the model to those of the hub. Each variable has one tensor. To split, join or stack tensors, pass a
-    dict of the arrays that NumPy makes of them.
+    ``(out, in)`` in the file, and is transposed, if the file calls it ``weight`` or has scales for it.
+    Fused experts with scales and another name may also be ``(experts, in, out)``: their shape decides, and
+    if it is square, an error asks. ``rename`` is that of ``save_safetensors``. For a Llama of the Hugging
+    Face hub, it maps the names of the model to those of the hub. Each variable has one tensor. To split,
+    join, transpose or stack tensors, pass a dict of the arrays that NumPy makes of them.
 
-    The scaling state of FP8 ops stays unchanged. To leave other variables unchanged, such as LoRA adapters,
-    caches or generators of random numbers, do not pass them. Pass the state of an NNX model, such as
-    ``nnx.state(model, nnx.Param)``, and give the result to ``nnx.update``.
+    The scaling state of FP8 ops and NNX's generators of random numbers stay unchanged. To leave other
+    variables unchanged, such as LoRA adapters or caches, do not pass them. Of an NNX model, pass a state
+    such as ``nnx.state(model, nnx.Param)``, and give the result to ``nnx.update``.
 
     Args:
         variables: the collections of a Linen model or a frozen one, or the state of an NNX model; arrays,
-            or ``jax.ShapeDtypeStruct``. They stay unchanged.
+            or ``jax.ShapeDtypeStruct``. They stay unchanged. Or an NNX model, whose variables are replaced.
         checkpoint: the result of ``read_checkpoint``, or a mapping of the same kind. A part of it can be
             selected as a dict.
         rename: names of the file for those of the model; see ``save_safetensors``.
 
     Returns:
-        Variables of the same structure. Each has the sharding of the variable that it replaces. It is on
-        the default device if that variable has no sharding, such as one of ``jax.eval_shape``. An input
-        scale of the file is used if the frozen model has one.
+        Variables of the same structure, or the NNX model. Each variable has the sharding of the variable
+        that it replaces. It is on the default device if that variable has no sharding, such as one of
+        ``jax.eval_shape``. An input scale of the file is used if the frozen model has one.
 
     Raises:
         TypeError: ``checkpoint`` is not a mapping, a variable is not an array, or as ``rename`` in
@@ -84,6 +86,8 @@ def load_into(
 
     Source: PyTorch, ``torch.nn.Linear``, for the layout of weights; as for ``read_checkpoint``.
     """
+    if (front := nnx_front(variables)) is not None:
+        return front.updated(variables, lambda state: load_into(state, checkpoint, rename=rename))
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
             "checkpoint must be a mapping, such as the result of fp8flax.read_checkpoint(path); got "
@@ -107,53 +111,49 @@ def load_into(
                 f"{'/'.join(path)} is {leaf.dtype}, which JAX would narrow to {narrow}. Enable "
                 f"jax_enable_x64 to load it, or convert it to {narrow} first."
             )
-    new: dict[Path, jax.Array] = {}
-    for path, name in _checked(wanted, checkpoint, rename).items():
-        # One variable is in memory at a time.
-        made = _loaders(path, wanted, name, checkpoint[name])
-        with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-            new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
-    return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
+    for path, name in _names_in_file(wanted, checkpoint, rename).items():
+        # One tensor is mapped at a time: a process may have fewer maps than a large model has tensors.
+        for place, make in _makers(path, wanted, name, checkpoint[name]).items():
+            with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
+                leaves[place] = _placed(make(), leaves[place])
+    return treedef.unflatten(leaves.values())
 
 
-def _checked(
+def _names_in_file(
     wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
 ) -> dict[Path, str]:
     """Returns the name of the tensor for each variable, after a check of all of them.
+
+    The scales of a frozen kernel are left out if they come with the tensor of the kernel.
 
     Raises:
         ValueError: variables and tensors do not match. The error lists all faults.
     """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
-    missing, wrong = list[str](), list[str]()
-
-    def find(path: Path) -> str | None:
-        """Returns the name of the tensor for a variable; None if there is not one, which is a fault."""
-        candidates = list(dict.fromkeys(new_names[name] for name in names[path]))
-        found = [name for name in candidates if name in checkpoint]
-        if len(found) == 1:
-            return found[0]
-        (wrong if found else missing).append(f"{'/'.join(path)} (as {' or '.join(candidates)})")
-        return None
-
-    kernels = {path: find(path) for path, leaf in wanted.items() if _is_frozen_kernel(path, leaf)}
-    # The scales are loaded with their kernel, unless the file has them under their own names.
-    loaded_with_kernel = {
-        scale
-        for path, name in kernels.items()
-        if name is None or isinstance(checkpoint[name], CheckpointTensor)
-        for scale in _scales_of(path, wanted)
-    }
-    others = {path: find(path) for path in wanted if path not in (kernels.keys() | loaded_with_kernel)}
-    found = {path: name for path, name in (kernels | others).items() if name is not None}
+    found: dict[Path, str] = {}
     used_by: dict[str, Path] = {}
-    for path, name in found.items():
+    missing, wrong = list[str](), list[str]()
+    beside = set[Path]()
+    """The scales that come with the tensor of their frozen kernel."""
+    for path in sorted(wanted, key=lambda path: not _scales_of(path, wanted)):  # frozen kernels first
+        if path in beside:
+            continue
+        candidates = list(dict.fromkeys(new_names[name] for name in names[path]))
+        there = [name for name in candidates if name in checkpoint]
+        if len(there) != 1:
+            (wrong if there else missing).append(f"{'/'.join(path)} (as {' or '.join(candidates)})")
+            beside.update(_scales_of(path, wanted))
+            continue
+        name = found[path] = there[0]
         first = used_by.setdefault(name, path)
         if first != path:
             wrong.append(f"{name} is for both {'/'.join(first)} and {'/'.join(path)}")
+        tensor = checkpoint[name]
+        if isinstance(tensor, CheckpointTensor):
+            beside.update(_scales_of(path, wanted))
         try:
-            _loaders(path, wanted, name, checkpoint[name])
+            _makers(path, wanted, name, tensor)
         except Misfit as error:
             wrong.append(f"{'/'.join(path)} from {name}: {error}")
     left = [name for name in checkpoint if name not in used_by]
@@ -187,25 +187,15 @@ def _is_narrow(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1
 
 
-def _is_frozen_kernel(path: Path, leaf: Any) -> bool:
-    return _is_narrow(leaf) and path[-1] not in (KERNEL_SCALE, INPUT_SCALE)
-
-
 def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Returns the scales of the op of a frozen kernel; several if the module has several ops."""
-    if not _is_frozen_kernel(kernel, leaves[kernel]):
+    """Returns the scales beside a frozen kernel; several if the module has several ops."""
+    scales = (KERNEL_SCALE, INPUT_SCALE)
+    if kernel[-1] in scales or not _is_narrow(leaves[kernel]):
         return {}
-    module = kernel[:-1]
-    return {
-        path: leaf
-        for path, leaf in leaves.items()
-        if path[-1] in (KERNEL_SCALE, INPUT_SCALE) and len(path) == len(kernel) + 1 and path[:-2] == module
-    }
+    return {p: leaf for p, leaf in leaves.items() if p[-1] in scales and p[:-2] == kernel[:-1]}
 
 
-def _loaders(
-    path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any
-) -> dict[Path, Callable[[], np.ndarray]]:
+def _makers(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Makers:
     """Returns functions that make a variable, and the scales beside it, from a tensor of the checkpoint.
 
     Raises:
@@ -216,20 +206,10 @@ def _loaders(
     if not (is_quantized or isinstance(getattr(tensor, "dtype", None), np.dtype)):
         raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    # A tensor with scales is ``(out, in)``. A wide kernel is, if it has the name of a weight of PyTorch.
-    is_matrix = path[-1] != "embedding" if is_quantized else path[-1] == "kernel" and is_weight_name(name)
-    num_summed, ndim = 0, len(tensor.shape)
-    if is_matrix:
-        # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
-        if ndim == 2 or (is_quantized and ndim > 2):
-            num_summed = _num_summed(tensor.shape, shape)
-        if not num_summed:
-            raise Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
-    else:
-        _check_shape(path, tensor.shape, shape)
+    num_summed, tensor = _in_pytorch_order(path, shape, name, tensor)
 
     def arranged(array: np.ndarray) -> np.ndarray:
-        return (array.swapaxes(-1, -2) if is_matrix else array).reshape(shape)
+        return (array.swapaxes(-1, -2) if num_summed else array).reshape(shape)
 
     # Scales in the file, wide variable: dequantize.
     if is_quantized and not _is_narrow(leaf):
@@ -247,13 +227,13 @@ def _loaders(
     if not is_quantized:
         return {path: lambda: arranged(np.asarray(tensor))}
     # Frozen kernel: copy codes and scales.
-    made = {path: lambda: arranged(tensor.codes)}
     scales = _scales_of(path, leaves)
-    siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
+    siblings = [p for p in leaves if p[:-1] == path[:-1] and _scales_of(p, leaves)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
         raise Misfit(
             "its module must have one frozen kernel with one scale. Load the wide model, and freeze it"
         )
+    made: Makers = {path: lambda: arranged(tensor.codes)}
     for place, scale in scales.items():
         is_of_kernel = place[-1] == KERNEL_SCALE
         array = _scale(tensor, shape, num_summed, scale) if is_of_kernel else _input_scale(tensor, scale)
@@ -261,14 +241,46 @@ def _loaders(
     return made
 
 
-def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None:
-    """Raises ``Misfit`` if a tensor that is not transposed cannot become the variable."""
-    allowed = [tuple(shape)]
-    if path[-1] == "bias":
-        # In the file the features are one dimension, which may follow one dimension of stacked layers.
-        allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
-    if tuple(given) not in allowed:
-        raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
+def _in_pytorch_order(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> tuple[int, Any]:
+    """Returns a matrix, or a stack of matrices, as ``(..., out, in)``; other tensors unchanged.
+
+    Returns:
+        The number of dimensions of the kernel that the matmul sums over, or 0 if the variable is no matrix;
+        and the tensor.
+
+    Raises:
+        Misfit: the tensor does not have the shape of the variable, or may have it in both orders.
+    """
+    given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
+    is_weight, ndim = is_weight_name(name), len(given)
+    if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
+        allowed = [shape]
+        if path[-1] == "bias":
+            # In the file the features are one dimension, which may follow one dimension of stacked layers.
+            allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
+        if given not in allowed:
+            raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
+        return 0, tensor
+    # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
+    is_stack = is_quantized and ndim > 2
+    num_summed = _num_summed(given, shape) if ndim == 2 or is_stack else 0
+    if is_stack and not is_weight:
+        # Fused experts of other libraries may be (experts, in, out).
+        swapped = tensor._replace(
+            codes=tensor.codes.swapaxes(-1, -2),
+            scale=tensor.scale.swapaxes(-1, -2),
+            block=(*tensor.block[:-2], tensor.block[-1], tensor.block[-2]),
+        )
+        if num_if_swapped := _num_summed(swapped.shape, shape):
+            if num_summed:
+                raise Misfit(
+                    f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, "
+                    "out). Pass a dict with the array that dequantize returns, in the variable's order"
+                )
+            return num_if_swapped, swapped
+    if not num_summed:
+        raise Misfit(f"a weight (out, in) of shape {list(given)} does not become {list(shape)}")
+    return num_summed, tensor
 
 
 def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
@@ -286,51 +298,15 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
 
 
 def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
-    """Returns the scale of a frozen kernel.
-
-    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
-    possible, all must give the same values.
-
-    Args:
-        tensor: the weight.
-        kernel: the shape of the kernel.
-        num_summed: how many of its dimensions are summed over.
-        leaf: the scale of the frozen model.
-    """
-    *stack, out, width = tensor.shape
-    is_e8m0, frozen_shape = _is_narrow(leaf), tuple(leaf.shape)
-    rows, columns = _MX if is_e8m0 else _SQUARE
-    found: list[np.ndarray | None] = []
-    # One scale per block.
-    if frozen_shape == (*stack, 1, -(-out // rows), -(-width // columns)):
-        found.append(_scale_in_blocks(tensor, (rows, columns)))
-    # One scale per tensor.
-    if not is_e8m0 and frozen_shape == (*stack, 1):
-        found.append(_scale_in_blocks(tensor, (out, width)))
-    # One scale per output feature.
-    if not is_e8m0 and frozen_shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
-        found.append(_scale_in_blocks(tensor, (1, width)))
-    can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    bits = {None if scale is None else scale.tobytes() for scale in found}
-    if len(bits) != 1 or found[0] is None or not can_hold:
+    """Returns the scale of a frozen kernel of this shape, which sums over ``num_summed`` dimensions."""
+    found = scale_of_file(tensor.shape, tensor.scale, tensor.block, kernel, num_summed, leaf)
+    if found is None:
         raise Misfit(
             f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is "
-            f"{leaf.dtype}{list(frozen_shape)}. Freeze the model with the recipe of the checkpoint"
+            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(leaf.shape)}. "
+            "Freeze the model with the recipe of the checkpoint"
         )
-    return found[0].reshape(frozen_shape)
-
-
-def _scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarray | None:
-    """Returns the scales of a tensor for blocks of this size in its last two dimensions.
-
-    The result is None if the file has blocks of another size. One scale per tensor fits every size.
-    """
-    sizes = [max(1, n) for n in tensor.shape[-2:]]
-    wanted, given = (list(map(min, sizes, each)) for each in (block, tensor.block[-2:]))
-    if given not in (wanted, sizes):
-        return None
-    return np.broadcast_to(tensor.scale, (*tensor.shape[:-2], *(-(-n // b) for n, b in zip(sizes, wanted))))
+    return found
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> np.ndarray:

@@ -9,24 +9,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._core.options import check_variables
-from fp8flax._serve.headers import DTYPES, library
-from fp8flax._serve.hidden_state import ServedOp
-from fp8flax._serve.renaming import Rename, renamed
-from fp8flax._serve.server_layout import Tensor, named, quantization_config
-from fp8flax._serve.serving import serving_ops
+from fp8flax._serve.freeze import described
+from fp8flax._serve.headers import DTYPES, INDEX, SINGLE
+from fp8flax._serve.renaming import Rename
+from fp8flax._serve.server_layout import quantization_config, tensors_of
 
-_DTYPES = {np.dtype(dtype) for dtype in DTYPES.values()}
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 def save_safetensors(
     path: str | os.PathLike[str],
-    model: nn.Module,
-    variables: Mapping[str, Any],
+    model: Any,
+    variables: Mapping[str, Any] | None = None,
     *,
     rename: Rename | None = None,
     config: Mapping[str, Any] | None = None,
@@ -43,8 +40,10 @@ def save_safetensors(
       name, it is a factor of the codes.
     * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
 
-    Layers that ``nn.scan`` stacked have a leading dimension. All other variables keep their layout and
-    their names, with dots: ``embed.embedding``.
+    A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
+    ``nn.scan`` or ``nnx.vmap`` stacked have a leading dimension. All other variables keep their layout and
+    their names, such as ``embed.embedding``. NNX's random number generators are left out. Equal variables
+    give equal files.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
     transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
@@ -61,9 +60,9 @@ def save_safetensors(
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
-        model: the serving model that ``freeze`` returned.
-        variables: the variables of the serving model. Collections other than ``params`` have their own
-            names as prefix.
+        model: the model that ``freeze`` returned, of Linen or NNX.
+        variables: the variables that ``freeze`` returned beside a Linen model. Collections other than
+            ``params`` have their own names as prefix.
         rename: other names for the tensors: regular expressions and their replacements, each substituted
             wherever it is found in a name, in their order; or a function of one name that returns another.
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
@@ -73,13 +72,12 @@ def save_safetensors(
             None writes no such file.
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
         OSError: a file cannot be written, for instance because the disk is full.
         TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
             function that returns strings; or ``config`` is not a mapping that JSON can hold.
         ValueError: two variables would have one name; a variable is not an array of a dtype that files
             hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes.
+            different prefixes; or the folder has an index, which would hide the file.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
             given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 
@@ -96,85 +94,59 @@ def save_safetensors(
 
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
-    ops = serving_ops(model)
-    check_variables(variables)
-    write(path, ops, variables, rename, config)
-
-
-def tensors_of(
-    ops: tuple[ServedOp, ...], variables: Mapping[str, Any], rename: Rename | None
-) -> dict[str, Tensor]:
-    """Returns the tensors that a frozen model has in a file or in a server, by their names there.
-
-    Args:
-        ops: the ops of the model.
-        variables: the variables of the model, in collections, without boxes; arrays of NumPy or JAX.
-        rename: see ``save_safetensors``.
-    """
-    tensors: dict[str, Tensor] = {}
-    described = list(named(ops, variables))
-    for tensor in described if rename is None else renamed(described, rename):
-        name, path, array, _ = tensor
-        if name in tensors:
-            raise ValueError(
-                f"{'/'.join(path)} and {'/'.join(tensors[name].path)} would both be {name!r} in the file. "
-                f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
-            )
-        if array.dtype not in _DTYPES:
-            raise ValueError(
-                f"{'/'.join(path)} is {array.dtype}, which safetensors files do not hold. Leave its "
-                "collection out, or convert it."
-            )
-        tensors[name] = tensor
-    return tensors
-
-
-def write(
-    path: str | os.PathLike[str],
-    ops: tuple[ServedOp, ...],
-    variables: Mapping[str, Any],
-    rename: Rename | None,
-    config: Mapping[str, Any] | None,
-) -> None:
-    """Writes the variables of a frozen model, Linen or NNX; see ``save_safetensors``.
-
-    Args:
-        path: the file to write.
-        ops: the ops of the model.
-        variables: the variables of the model, in collections.
-        rename: see ``save_safetensors``.
-        config: see ``save_safetensors``.
-    """
-    safetensors, path = library(), Path(path)
-    arrays = {name: jax.tree.map(np.asarray, nn.meta.unbox(tree)) for name, tree in variables.items()}
-    described = tensors_of(ops, arrays, rename)
-    wide_layers = [
-        name.rpartition(".")[0] or name for name, tensor in described.items() if tensor.is_wide_kernel
-    ]
-    quantization = quantization_config(ops, wide_layers)
+    ops, variables = described(model, variables)
+    path = Path(path)
+    tensors = tensors_of(ops, jax.tree.map(np.asarray, variables), rename)
+    wide = [name.rpartition(".")[0] or name for name, tensor in tensors.items() if tensor.is_wide_kernel]
+    quantization = quantization_config(ops, wide)
+    text = None if config is None else _config_json(config, quantization)
+    if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
+        raise ValueError(
+            f"{path.parent} has {index.name}, with which loaders would read the older files that it lists. "
+            "Delete the index and those files, or save into another folder."
+        )
     metadata = {"format": "pt"}  # transformers requires the format
     if quantization is not None:
         metadata["quantization_config"] = json.dumps(quantization)
-    text = None if config is None else _config_json(config, quantization)
-    tensors = {name: np.asarray(tensor.written, order="C") for name, tensor in described.items()}
     with _replacing(path) as new:
-        try:
-            safetensors.numpy.save_file(tensors, new, metadata)
-        except safetensors.SafetensorError as error:
-            raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
+        _write(new, {name: tensor.array for name, tensor in tensors.items()}, metadata)
     if text is not None:
         with _replacing(path.with_name("config.json")) as new:
             new.write_text(text, encoding="utf-8")
 
 
+def _write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file.
+
+    The library would write the metadata in a random order, so that equal models had different files.
+    """
+    # Tensors of wide dtypes come first, so that each tensor begins at a multiple of the size of its dtype.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        array, start = tensors[name], end
+        end += array.nbytes
+        dtype = _NAMES[array.dtype]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path; if there is no error, the file that was written there replaces ``path``."""
-    path = path.resolve()  # a symbolic link stays a link
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = path.resolve()  # a symbolic link stays a link
+    new = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield new
-        new.replace(path)
+        new.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written, and stays unchanged: {error}") from error
     finally:
         new.unlink(missing_ok=True)
 

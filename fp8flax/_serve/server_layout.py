@@ -1,8 +1,7 @@
-"""Converts a served model to the form that inference servers read: tensor names, layouts and config."""
+"""Converts a frozen model to the form that inference servers read: tensor names, layouts and config."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS
-from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
+from fp8flax._serve.headers import DTYPES
+from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, ServedOp, as_matrix, merged, scale_in_file
+
+_DTYPES = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
 class Tensor(NamedTuple):
@@ -19,87 +22,105 @@ class Tensor(NamedTuple):
 
     name: str
     """The name in the file."""
-    path: list[str]
+    path: tuple[str, ...]
     """The path in the variables; the collection comes first."""
-    written: Any
+    array: Any
     """The array in the file, of NumPy or JAX: the values of the variable, in another order and shape."""
-    layer: str | None
+    layer: str | None = None
     """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
 
     @property
     def is_wide_kernel(self) -> bool:
         """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
-        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.written.dtype.itemsize > 1
+        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
 
 
-def _as_matrix(array: Any, out: Sequence[int], summed: Sequence[int]) -> Any:
-    """Returns a kernel as a matrix ``(..., out, in)``, after its stacked dimensions."""
-    stacked = array.ndim - len(out) - len(summed)
-    ordered = array.transpose(*range(stacked), *(stacked + i for i in (*out, *summed)))
-    stack, rest = ordered.shape[:stacked], ordered.shape[stacked:]
-    return ordered.reshape(*stack, math.prod(rest[: len(out)]), math.prod(rest[len(out) :]))
+def tensors_of(
+    ops: Sequence[ServedOp], variables: Mapping[str, Any], rename: Rename | None
+) -> dict[str, Tensor]:
+    """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
 
+    Args:
+        ops: the ops of the model.
+        variables: the variables of the model, in collections, without boxes; arrays of NumPy or JAX.
+        rename: see ``save_safetensors``.
 
-def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields each variable, an array of NumPy or JAX, as a ``Tensor`` of the file."""
-    biases, places = dict[Any, Any](), dict[Any, Any]()
-    for op in ops:
-        if op.kernel is not None and op.layout is not None:
-            kernel, layer = op.kernel[0], _layer(op.kernel[0])
-            if kernel[-1] == "kernel":
-                biases[*kernel[:-1], "bias"] = "bias", op, layer
-            places[kernel] = "weight", op, layer
-            places[*op.path, KERNEL_SCALE] = "weight_scale", op, layer
-            places[*op.path, INPUT_SCALE] = "input_scale", op, layer
-    places = biases | places
-    for collection, tree in variables.items():
-        for path, array in _by_path(collection, tree).items():
-            if collection != PARAMS or path not in places:
-                name = ".".join(path if collection == PARAMS else (collection, *path))
-                yield Tensor(name, [collection, *path], array, None)
-                continue
-            last, op, layer = places[path]
-            name, written = f"{layer}.{last}", array
-            if last == "weight":
-                written = _as_matrix(array, *op.layout)
-            elif last == "weight_scale":
-                quantizer = op.gemms.forward.rhs
-                name += "_inv" if quantizer.strategy == "block" else ""
-                if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
-                    written = array.reshape(*array.shape[:-3], *array.shape[-2:])
-                elif quantizer.strategy == "channel" and sum(map(len, op.layout)) > 1:
-                    written = _as_matrix(array, *op.layout)
-            elif last == "bias":  # one dimension for all features, as in PyTorch
-                name = ".".join(path)
-                stacked = max(0, array.ndim - len(op.layout[0]))
-                written = array.reshape(*array.shape[:stacked], -1)
-            yield Tensor(name, [collection, *path], written, None if last == "bias" else layer)
-
-
-def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:
-    """Returns the arrays of a collection by their paths."""
-    arrays = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
-            raise ValueError(
-                f"The collection {collection!r} must be dicts of arrays; got "
-                f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
-            )
-        arrays[tuple(str(key.key) for key in keys)] = leaf
-    return arrays
-
-
-def _layer(kernel: tuple[str, ...]) -> str:
-    """Returns the name of an FP8 layer: that of its module.
-
-    If the kernel is not named ``kernel``, the module may have several. The name of the kernel is then
-    added.
+    Raises:
+        TypeError: as ``new_names_of``.
+        ValueError: as ``new_names_of``; two tensors get one name, or the tensors of an FP8 layer names of
+            different layers; a wide kernel becomes a weight and does not have two dimensions; or a dtype is
+            not one of files.
     """
-    *module, last = kernel
-    return ".".join(module if last == "kernel" and module else (*module, last))
+    described = sorted(_named(ops, variables), key=lambda tensor: (tensor.name, tensor.path))
+    new_names = new_names_of([tensor.name for tensor in described], rename)
+    found, layers = dict[str, Tensor](), dict[str, str]()
+    for tensor in described:
+        name, path, array = new_names[tensor.name], "/".join(tensor.path), tensor.array
+        if tensor.layer is not None:
+            end = tensor.name.removeprefix(tensor.layer)
+            expected = layers.setdefault(tensor.layer, name.removesuffix(end)) + end
+            if name != expected:
+                raise ValueError(
+                    f"rename changes {tensor.name!r} to {name!r}, but a loader looks for {expected!r}, "
+                    "because it finds the FP8 tensors of a layer by the layer's name. Rename the layer "
+                    f"in all of its tensors alike, and keep {end!r} at the end."
+                )
+        if tensor.is_wide_kernel and is_weight_name(name):
+            if array.ndim != 2:
+                raise ValueError(
+                    f"rename makes a weight of {path}, of shape {array.shape}. A wide kernel that becomes "
+                    "a weight must have two dimensions: the input and the output. Give this kernel a name "
+                    "that ends in 'kernel'."
+                )
+            array = array.T
+        if name in found:
+            raise ValueError(
+                f"{'/'.join(found[name].path)} and {path} would both be {name!r} in the file. "
+                f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
+            )
+        if array.dtype not in _DTYPES:
+            raise ValueError(
+                f"{path} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
+                "or convert it."
+            )
+        found[name] = tensor._replace(name=name, array=array)
+    return dict(sorted(found.items()))
 
 
-def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -> dict[str, Any] | None:
+def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields each variable as a tensor with its own name in the file."""
+    arrays = dict[tuple[str, ...], Any]()
+    for collection, tree in variables.items():
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
+                raise ValueError(
+                    f"The collection {collection!r} must be dicts of arrays; got "
+                    f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
+                )
+            arrays[collection, *(str(key.key) for key in keys)] = leaf
+    for op in ops:
+        if op.kernel is None or op.layout is None or (PARAMS, *op.kernel) not in arrays:
+            continue
+        # If the kernel is not named ``kernel``, the module may have several. Its name is then added.
+        *module, last = op.kernel
+        layer = ".".join(module if last == "kernel" and module else op.kernel)
+        path = PARAMS, *op.kernel
+        yield Tensor(f"{layer}.weight", path, as_matrix(arrays.pop(path), op.layout), layer)
+        for name in (KERNEL_SCALE, INPUT_SCALE):
+            path = PARAMS, *op.path, name
+            if path in arrays:
+                end, scale = scale_in_file(op, name, arrays.pop(path))
+                yield Tensor(f"{layer}.{end}", path, scale, layer)
+        path = PARAMS, *module, "bias"
+        if last == "kernel" and path in arrays:  # one dimension for all features, as in PyTorch
+            bias, num_out = arrays.pop(path), len(op.layout.out)
+            bias = merged(bias, max(0, bias.ndim - num_out), min(bias.ndim, num_out))
+            yield Tensor(".".join(path[1:]), path, bias)
+    for path, array in arrays.items():
+        yield Tensor(".".join(path[1:] if path[0] == PARAMS else path), path, array)
+
+
+def quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) -> dict[str, Any] | None:
     """Returns the quantization config that inference servers know; None if they know none.
 
     Args:
@@ -107,9 +128,8 @@ def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -
         wide_layers: the names that the layers without FP8 have in the file.
     """
     in_fp8 = [op for op in ops if any(op.gemms.quantizers)]
-    plain = [op for op in in_fp8 if op.layout is not None]
-    kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
-    if len(kinds) != 1 or len(plain) != len(in_fp8):
+    kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in in_fp8}
+    if len(kinds) != 1 or any(op.layout is None for op in in_fp8):
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None
@@ -124,17 +144,12 @@ def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    weights = {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": rhs.strategy,
-        "dynamic": False,
-    }
     strategy = None if lhs is None else {"tensor": "tensor", "channel": "token"}.get(lhs.strategy)
     if rhs.strategy not in ("tensor", "channel") or (lhs is not None and strategy is None):
         return None
-    inputs = None if lhs is None else {**weights, "strategy": strategy, "dynamic": not lhs.needs_state}
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**float8, "strategy": rhs.strategy, "dynamic": False}
+    inputs = None if lhs is None else {**float8, "strategy": strategy, "dynamic": not lhs.needs_state}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

@@ -1,20 +1,22 @@
-"""Quantizes the kernel of one op for a frozen model, fixes its scales, and computes the op with them.
+"""Freezes and computes one op: its kernel is stored in FP8, and its scales no longer change.
 
-Linen and NNX find the ops of a model, and put the stored arrays into it, each in its own way.
+Linen and NNX find the ops of a model, and put the stored arrays into it, each in its own way. All that
+depends on how the core represents a stored kernel and its scale is in this file.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Mapping
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
@@ -27,15 +29,172 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
 from fp8flax._core.state.tree import history_axis
-from fp8flax._serve.trees import Path
 
-FROZEN = (
-    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
-    "one with save_safetensors."
-)
+Path = tuple[str, ...]
+Scales = dict[str, jax.Array]
+"""The scales of an op, by their names in the variables."""
+
+INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
+
+
+DAMAGED = "The frozen scales are computed from it. Call calibrate before freeze."
+"""The advice in the warning about a scaling state that no training leaves."""
+
+
+class Layout(NamedTuple):
+    """The dimensions of a kernel, counted without those by which layers are stacked."""
+
+    out: tuple[int, ...]
+    """The dimensions of the output."""
+    summed: tuple[int, ...]
+    """The dimensions that the matmul sums over."""
+
+
+class ServedOp(NamedTuple):
+    """Description of an op in a frozen model (hashable)."""
+
+    path: Path
+    gemms: CustomRecipe
+    kernel: Path | None = None
+    """The path of the parameter in FP8 that is the kernel; None if the kernel is wide."""
+    layout: Layout | None = None
+    """The layout of the kernel; None if the kernel is wide, or the op does not read it as it is stored."""
+    dtype: np.dtype | None = None
+    """The dtype of the kernel that a Linen model declares."""
+    scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
+    """The names, shapes and dtypes of the scales of an op in a Linen model."""
+
+
+# Freezing.
+
+
+def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
+    """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
+
+    Args:
+        path: the path of the op.
+        gemms: the recipe of the op.
+        state: the arrays of the scaling state by their paths.
+        fresh: a list; the names of scales that have seen no data are appended to it.
+
+    Raises:
+        MissingStateError: the state does not have a scale.
+    """
+    scales = {}
+    for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
+        quantizer = gemms.delayed.get(role)
+        if quantizer is None or used is None or not used.needs_state:
+            continue
+        name, history_name = state_leaf_names(role)
+        leaves = [state.get((*path, each)) for each in (name, history_name)]
+        place = "/".join((*path, name))
+        if any(leaf is None for leaf in leaves):
+            raise MissingStateError(
+                f"{OVERWRITE_WITH_GRADIENT}/{place} is missing from the variables: freeze needs the scales "
+                "that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
+            )
+        scale, history = map(jnp.asarray, leaves)
+        if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
+            fresh.append(place)
+        scales[name] = _next_scale(quantizer, scale, history)
+    return scales
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
+    """Returns the next scale of a state; for stacked states the next scale of each."""
+    axis = history_axis(scale, history)
+    if axis is None:
+        raise ValueError(
+            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
+            "must have the same shape, but for one axis, where the scale has size 1."
+        )
+    scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
+    next_scales = scale_of(delayed_config(quantizer), ScalingState(scales, histories))
+    return jnp.moveaxis(next_scales[..., None], -1, axis)
+
+
+def stored(
+    row: OpRow,
+    gemms: CustomRecipe,
+    args: Sequence[Any],
+    kernel: jax.Array,
+    scales: Scales,
+    *,
+    stacked: Sequence[tuple[Any, int | None]],
+    into_op: Callable[[jax.Array], jax.Array],
+    back: Callable[[jax.Array], jax.Array] = lambda codes: codes,
+) -> tuple[jax.Array, Scales]:
+    """Returns the codes of a kernel as a frozen model stores them, and the scales of its op.
+
+    Args:
+        row: the entry of this kind of op in the table of ops.
+        gemms: the recipe of the op in the frozen model.
+        args: the arguments of the op, with shapes instead of arrays.
+        kernel: the parameter that is the kernel, a wide float.
+        scales: the delayed scales.
+        stacked: how layers are stacked, from the outermost transformation inwards: the axes of the
+            parameters and of the state, or None if the layers share the state. The results are stacked
+            as the parameters are.
+        into_op: makes the operand of the op from the parameter of one layer.
+        back: moves the bytes of the codes back to the places of the parameter.
+    """
+
+    def of_one(kernel: jax.Array, scales: Scales) -> Any:
+        codes, scale = _quantized(row, gemms, args, into_op(kernel), scales.get(KERNEL_SCALE))
+        bits = back(jax.lax.bitcast_convert_type(codes, jnp.uint8))
+        return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, KERNEL_SCALE: scale}
+
+    for of_params, of_state in reversed(stacked):
+        of_one = jax.vmap(of_one, in_axes=(of_params, of_state), out_axes=of_params)
+    is_traced = isinstance(kernel, jax.core.Tracer)
+    sharding = None if is_traced else getattr(kernel, "sharding", None)
+    # The codes are on the devices of the parameter, if there are several.
+    places = (
+        {} if sharding is None or len(sharding.device_set) == 1 else {"out_shardings": (sharding, None)}
+    )
+    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(kernel, scales)
+    return result
+
+
+def _quantized(
+    row: OpRow, gemms: CustomRecipe, args: Sequence[Any], kernel: jax.Array, scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes and the scale of the kernel of an op; ``scale`` is its delayed scale, or None."""
+    quantizer, (lhs, _, *arguments) = gemms.forward.rhs, args
+    assert quantizer is not None
+    if row.plan is not None:
+        packed = packed_kernel(row.plan(lhs, kernel, *arguments, recipe=gemms), kernel, scale)
+        # A scalar scale is stored in the shape (1,), as the scaling state has it.
+        return packed.codes, packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
+    if scale is not None:
+        return quantize(kernel, quantizer.dtype, _broadcastable(scale, kernel)), scale
+    # Weight-only: one scale for each output feature of each stacked kernel.
+    axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
+    scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
+    return quantize(kernel, quantizer.dtype, scale), scale
+
+
+def _broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
+    if scale.ndim == kernel.ndim:
+        return scale
+    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
+
+
+def layout_of(row: OpRow, gemms: CustomRecipe, args: Sequence[Any]) -> Layout | None:
+    """Returns the layout of a kernel that an op reads as it is stored; None for other ops."""
+    if row.plan is None:
+        return None
+    plan: Any = row.plan(*args, recipe=gemms)
+    (_, summed), (_, batch) = plan.dimension_numbers
+    return None if batch else Layout(tuple(i for i in range(args[1].ndim) if i not in summed), summed)
+
+
+# Computing.
 
 
 @jax.custom_jvp
@@ -54,131 +213,46 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
-def fixed_scales(
-    path: Path, gemms: CustomRecipe, state: Mapping[str, Any], fresh: list[str]
-) -> dict[str, jax.Array]:
-    """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
-
-    Args:
-        path: the path of the op.
-        gemms: the recipe of the op.
-        state: the collection of all scaling state.
-        fresh: a list; the names of scales that have seen no data are appended to it.
-
-    Raises:
-        MissingStateError: the collection does not have the state of the op.
-    """
-    scales = {}
-    for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
-        quantizer = gemms.delayed.get(role)
-        if quantizer is None or used is None or not used.needs_state:
-            continue
-        node = state
-        for name in path:
-            node = node.get(name, {})
-        names = state_leaf_names(role)
-        if not all(name in node for name in names):
-            raise MissingStateError(
-                f"{OVERWRITE_WITH_GRADIENT}/{'/'.join((*path, names[0]))} is missing from the variables: "
-                "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones from "
-                "fp8flax.add_fp8_state."
-            )
-        scale, history = (jnp.asarray(node[name]) for name in names)
-        if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
-            fresh.append("/".join((*path, names[0])))
-        scales[role] = _next(quantizer, scale, history)
-    return scales
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the next scale of a state; for stacked states the next scale of each."""
-    axis = history_axis(scale, history)
-    if axis is None:
-        raise ValueError(
-            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
-            "must have the same shape, but for one axis, where the scale has size 1."
-        )
-    scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
-    next_scales = scale_of(delayed_config(quantizer), ScalingState(scales, histories))
-    return jnp.moveaxis(next_scales[..., None], -1, axis)
-
-
-def stored_kernel(
-    row: OpRow, recipe: CustomRecipe, lhs: Any, arguments: Any, kernel: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes and the scale of a kernel as a frozen model stores them.
-
-    Args:
-        row: the entry that describes this kind of op; see ``plans.row``.
-        recipe: the recipe of the op in the frozen model.
-        lhs: the shape and dtype of the input.
-        arguments: the arguments of the op after input and kernel.
-        kernel: the kernel, a wide float.
-        scale: the scale of the kernel if it is delayed; otherwise None.
-    """
-    quantizer = recipe.forward.rhs
-    assert quantizer is not None
-    if row.plan is not None:
-        packed = packed_kernel(row.plan(lhs, kernel, *arguments, recipe=recipe), kernel, scale)
-        # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        return packed.codes, packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
-    if scale is not None:
-        return quantize(kernel, quantizer.dtype, broadcastable(scale, kernel)), scale
-    # Weight-only: one scale for each output feature of each stacked kernel.
-    axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
-    scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
-    return quantize(kernel, quantizer.dtype, scale), scale
-
-
-def broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
-    if scale.ndim == kernel.ndim:
-        return scale
-    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
-
-
 def computed(
     row: OpRow,
-    recipe: CustomRecipe,
+    gemms: CustomRecipe,
     codes: jax.Array,
-    kernel_scale: jax.Array,
-    input_scale: jax.Array | None,
+    scales: Mapping[str, jax.Array],
     lhs: jax.Array,
-    rhs: jax.Array,
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
-    """Returns the result of an op whose kernel is stored.
+    """Returns the result of an op with a plan whose kernel is stored.
 
     Args:
-        row: the entry that describes this kind of op; it has a plan.
-        recipe: the recipe of the op in the frozen model.
+        row: the entry of this kind of op in the table of ops.
+        gemms: the recipe of the op in the frozen model.
         codes: the codes of the kernel.
-        kernel_scale: the scales of the kernel.
-        input_scale: the fixed scale of the input; None if the recipe has none.
+        scales: the scales of the op.
         lhs: the input.
-        rhs: an array of the shape and dtype of the kernel; its values are not read.
         *arguments: the arguments of the op after input and kernel.
         **keywords: further arguments of the op.
     """
-    # ``stored_kernel`` gives a scalar scale the shape (1,).
-    scale = kernel_scale.reshape(()) if kernel_scale.shape == (1,) else kernel_scale
+    scale, input_scale = constant(scales[KERNEL_SCALE]), scales.get(INPUT_SCALE)
+    # ``_quantized`` gives a scalar scale the shape (1,).
+    kernel = QTensor(
+        constant(codes), scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs
+    )
     return row.in_fp8(
         lhs,
-        rhs,
+        jnp.zeros(codes.shape, lhs.dtype),  # its values are not read
         *arguments,
-        stored_kernel=QTensor(constant(codes), constant(scale), recipe.forward.rhs),
+        stored_kernel=kernel,
         input_scale=None if input_scale is None else constant(input_scale),
-        recipe=recipe,
+        recipe=gemms,
         **keywords,
     )
 
 
-def check_can_freeze() -> None:
-    """Raises ``ValueError`` if FP8 is switched off where ``freeze`` is called."""
-    if hint := ambient_hint():
-        raise ValueError(f"A model cannot be frozen while FP8 is off.{hint}")
+def dequantized(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the kernel of an op without a plan. If the op quantizes it again, it gets the same codes."""
+    scale = constant(scale)
+    return (constant(codes).astype(scale.dtype) * _broadcastable(scale, codes)).astype(dtype)
 
 
 def check_is_on(recipe: Recipe | None) -> None:
@@ -190,20 +264,82 @@ def check_is_on(recipe: Recipe | None) -> None:
         )
 
 
-def warn_of(wide: Mapping[str, str], fresh: list[str], calibrate: str) -> None:
-    """Warns the caller of ``freeze`` of kernels that stay wide, and of scales that have seen no data.
+# Files.
+
+
+def as_matrix(kernel: Any, layout: Layout) -> Any:
+    """Returns a kernel, or an array with its dimensions, as ``(..., out, in)`` after stacked dimensions."""
+    stacked = kernel.ndim - len(layout.out) - len(layout.summed)
+    ordered = kernel.transpose(*range(stacked), *(stacked + i for i in (*layout.out, *layout.summed)))
+    return merged(ordered, stacked, len(layout.out), len(layout.summed))
+
+
+def merged(x: Any, num_kept: int, *num_merged: int) -> Any:
+    """Returns an array with its first dimensions, and each of the groups that follow as one dimension."""
+    ends = [*itertools.accumulate(num_merged, initial=num_kept)]
+    shape = (*x.shape[:num_kept], *(math.prod(x.shape[a:b]) for a, b in itertools.pairwise(ends)))
+    spec = jax.typeof(x).sharding.spec  # on explicit axes of a mesh
+    kept = [s if i < num_kept or i in ends else None for i, s in enumerate(spec)]
+    if kept != list(spec):  # JAX merges no sharded dimension into the one before
+        x = jax.sharding.reshard(x, PartitionSpec(*kept))
+    return x.reshape(shape)
+
+
+def scale_in_file(op: ServedOp, name: str, scale: Any) -> tuple[str, Any]:
+    """Returns the end of the name of a scale in a file, and the scale as it is there."""
+    quantizer, layout = op.gemms.forward.rhs, op.layout
+    assert quantizer is not None
+    assert layout is not None
+    if name == INPUT_SCALE:
+        return name, scale
+    if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
+        scale = scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
+    elif quantizer.strategy == "channel" and len(layout.out) + len(layout.summed) > 1:
+        scale = as_matrix(scale, layout)
+    return "weight_scale_inv" if quantizer.strategy == "block" else "weight_scale", scale
+
+
+_SQUARE, _MX = (128, 128), (1, 32)
+
+
+def scale_of_file(
+    weight: tuple[int, ...],
+    scale: np.ndarray,
+    block: Sequence[int],
+    kernel: tuple[int, ...],
+    num_summed: int,
+    like: Any,
+) -> np.ndarray | None:
+    """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
+
+    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
+    possible, all must give the same values.
 
     Args:
-        wide: the reason for each kernel of an FP8 op that stays wide, by the path of the kernel or its op.
-        fresh: the names of the scales that have seen no data.
-        calibrate: the call that calibrates the model.
+        weight: the shape of the weight in the file, ``(..., out, in)``.
+        scale: its scales, one per block, with as many dimensions.
+        block: the size of a block in each dimension of the weight.
+        kernel: the shape of the frozen kernel: stacked dimensions, summed dimensions, output dimensions.
+        num_summed: how many of its dimensions are summed over.
+        like: the scale of the frozen model, with a shape and a dtype.
     """
-    if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
-        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=3)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            f"from sample batches, call {calibrate} before freeze.",
-            stacklevel=3,
-        )
+    *stack, out, width = weight
+    is_e8m0, shape = like.dtype.itemsize == 1, tuple(like.shape)
+    rows, columns = _MX if is_e8m0 else _SQUARE
+    kinds = [(rows, columns)] if shape == (*stack, 1, -(-out // rows), -(-width // columns)) else []
+    if not is_e8m0 and shape == (*stack, 1):
+        kinds.append((out, width))
+    if not is_e8m0 and shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
+        kinds.append((1, width))
+    found: list[np.ndarray] = []
+    sizes = [max(1, n) for n in weight[-2:]]
+    for kind in kinds:
+        wanted, given = (list(map(min, sizes, each)) for each in (kind, block[-2:]))
+        if given not in (wanted, sizes):  # one scale per tensor serves all kinds
+            return None
+        counts = (-(-n // size) for n, size in zip(sizes, wanted))
+        found.append(np.broadcast_to(scale, (*stack, *counts)))
+    can_hold = like.dtype in (scale.dtype, np.dtype(np.float32))  # float32 holds every scale
+    if len({each.tobytes() for each in found}) != 1 or not can_hold:
+        return None
+    return found[0].reshape(shape).astype(like.dtype)

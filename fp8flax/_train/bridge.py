@@ -18,7 +18,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_le
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import check_state_dtype, path_str
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
-from fp8flax._train.check import damaged_states
+from fp8flax._train.check import warn_if_damaged
 
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
@@ -99,13 +99,11 @@ def add_fp8_state(
         fresh = np.ones if path[-1].key in _SCALE_OF.values() else np.zeros
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
-    if damaged := damaged_states({OVERWRITE_WITH_GRADIENT: variables.get(OVERWRITE_WITH_GRADIENT, {})}):
-        warnings.warn(
-            f"The scaling state {damaged[0]} (and of {len(damaged) - 1} more tensors) is not what training "
-            "leaves: an optimizer or an average over steps changed it. It is kept. To have new state made, "
-            "call fp8flax.remove_fp8_state first, and then fp8flax.calibrate.",
-            stacklevel=2,
-        )
+    advice = (
+        "It is kept. To have new state made, call fp8flax.remove_fp8_state first, and then "
+        "fp8flax.calibrate."
+    )
+    warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), advice, stacklevel=3)
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result

@@ -228,10 +228,31 @@ def damaged_states(variables: Any) -> list[str]:
     Without the state of the step before, only part of the damage is visible. State that is not known, such
     as that of ``jax.eval_shape``, does not count.
     """
-    leaves = jax.tree.leaves(variables)
+    paths, leaves, _ = flatten(variables)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(map(_is_unknown, leaves)):
         return []
-    return [path for path, state in _states(variables).items() if np.any(_inspect(state, None)[0])]
+    places = Places.of(paths, leaves)
+    return [
+        path_str(paths[j])
+        for (_, j), state in zip(places.pairs, places.states(leaves))
+        if state.amax_history.shape[-1] and np.any(_inspect(state, None)[0])
+    ]
+
+
+def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
+    """Warns about state that no training leaves.
+
+    Args:
+        state: the collection of the scaling state.
+        advice: what to do, as a sentence.
+        stacklevel: see ``warnings.warn``; 1 is this function.
+    """
+    if damaged := damaged_states({OVERWRITE_WITH_GRADIENT: state}):
+        warnings.warn(
+            f"The scaling state {damaged[0]} (and of {len(damaged) - 1} more tensors) is not what training "
+            f"leaves: an optimizer or an average over steps changed it. {advice}",
+            stacklevel=stacklevel,
+        )
 
 
 def _is_unknown(x: Any) -> bool:

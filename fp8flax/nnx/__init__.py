@@ -25,15 +25,15 @@ from fp8flax.nnx.training import (
 from fp8flax.nnx.training import check_state as check_state
 
 # Whole models.
-from fp8flax.nnx.models import quantize_model as quantize_model, report as report
+from fp8flax._model.quantize_model import quantize_model as quantize_model
+from fp8flax._model.report import report as report
 
 # Serving, and what comes before.
 from fp8flax.nnx.training import calibrate as calibrate
-from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
-from fp8flax.nnx.safetensors import (
-    save_safetensors as save_safetensors,
-    weights_for_serving as weights_for_serving,
-)
+from fp8flax.nnx.freezing import Frozen as Frozen
+from fp8flax._serve.freeze import freeze as freeze
+from fp8flax._serve.safetensors import save_safetensors as save_safetensors
+from fp8flax._serve.weights import weights_for_serving as weights_for_serving
 
 __all__ = [
     "Fp8ConvGeneralDilatedOp",

@@ -1,4 +1,4 @@
-"""``freeze``: turns an NNX model into one for serving, with FP8 kernels and fixed scales.
+"""Freezes NNX models, and describes frozen ones for files.
 
 A kernel can be stored as codes only if nothing but the op of its layer reads it, because only the op knows
 the scale. To check this, ``freeze`` traces the model with the kernels as inputs. Each kernel passes through
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,26 +21,35 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.calls import calling
 from fp8flax._core.ops.row import OpRow
-from fp8flax._core.options import check_bool, wrong_model
+from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.stored_op import (
-    FROZEN,
+    DAMAGED,
+    INPUT_SCALE,
+    KERNEL_SCALE,
     WEIGHT_ONLY,
-    check_can_freeze,
+    Layout,
+    Path,
+    Scales,
+    ServedOp,
     check_is_on,
     computed,
-    fixed_scales,
-    stored_kernel,
-    warn_of,
+    delayed_scales,
+    layout_of,
+    stored,
 )
 from fp8flax._train.bridge import needing_inputs, split_arrays
-from fp8flax.nnx.models import Layer, layers_of
+from fp8flax._train.check import warn_if_damaged
+from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import state_of
+from fp8flax.nnx.variables import state_of, written_variables
+
+CALIBRATE = "fp8flax.nnx.calibrate"
+"""The call that calibrates an NNX model, for warnings."""
 
 
 class Frozen(nnx.Variable[Any]):
@@ -59,31 +69,126 @@ class Frozen(nnx.Variable[Any]):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    kernel_scale: Frozen
-    input_scale: Frozen
-
-    def __init__(self, row: OpRow, recipe: CustomRecipe, scope: str, scales: dict[str, jax.Array]):
-        self.row, self.recipe, self.scope = row, recipe, scope
-        for role, scale in scales.items():
-            setattr(self, f"{role}_scale", Frozen(scale))
+    def __init__(self, row: OpRow, gemms: CustomRecipe, scope: str, layout: Layout | None, scales: Scales):
+        self.row, self.gemms, self.scope, self.layout = row, gemms, scope, layout
+        for name, scale in scales.items():
+            setattr(self, name, Frozen(scale))
 
     def _multiply(self, lhs: jax.Array, codes: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
         """Returns the result of the op for the codes of a kernel."""
-        check_is_on(recipe_in_use(self.recipe, self.recipe))
+        check_is_on(recipe_in_use(self.gemms, self.gemms))
         if codes.dtype.itemsize != 1:
             raise TypeError(
                 f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
                 "nnx.Param alone, not those of fp8flax.nnx.Frozen."
             )
-        fixed = getattr(self, "input_scale", None)
-        scales = self.kernel_scale.get_value(), None if fixed is None else fixed.get_value()
-        like = jnp.zeros(codes.shape, lhs.dtype)
+        names = [name for name in (KERNEL_SCALE, INPUT_SCALE) if hasattr(self, name)]
+        scales = {name: getattr(self, name).get_value() for name in names}
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return computed(self.row, self.recipe, codes, *scales, lhs, like, *arguments, **keywords)
+            return computed(self.row, self.gemms, codes, scales, lhs, *arguments, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result, called as the op that it replaces."""
         return calling(self.row.call, self._multiply)(*args, **kwargs)
+
+
+def is_frozen(model: nnx.Module) -> bool:
+    """Returns whether a model, or a part of it, comes from ``freeze``."""
+    return any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model))
+
+
+def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
+    """Returns the ops of a frozen model, and the values of its variables in collections, as Linen has them.
+
+    Raises:
+        TypeError: nothing in the model is frozen, or there are variables beside it.
+    """
+    if not is_frozen(model):
+        raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
+    if variables is not None:
+        raise TypeError(
+            f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
+        )
+    ops = []
+    for keys, node in nnx.iter_graph(model):
+        path = tuple(map(str, keys))
+        if isinstance(node, FrozenOp):
+            ops.append(ServedOp(path, node.gemms, (*path[:-1], "kernel"), node.layout))
+        elif isinstance(node, Fp8Op):  # of a wide kernel
+            recipe = node._recipe_in_use()
+            ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
+    values = {}
+    for collection, keys, variable in written_variables(model):
+        collection = PARAMS if isinstance(variable, Frozen) else collection
+        values[collection, *map(str, keys)] = variable.get_value()
+    return ops, nnx.traversals.unflatten_mapping(values)
+
+
+def freeze(
+    model: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    weight_only: bool,
+    wide: dict[str, str],
+    fresh: list[str],
+) -> Any:
+    """Returns a frozen copy of an NNX model; see ``fp8flax._serve.linen.freeze`` for the arguments."""
+    warn_if_damaged(state_of(model)[OVERWRITE_WITH_GRADIENT], DAMAGED, stacklevel=4)
+    copy: Any = nnx.clone(model)
+    layers = {layer.site.path: layer for layer in layers_of(copy) if layer.op is not None}
+    paths = {path for path, layer in layers.items() if layer.takes_codes}
+    seen, shared = _operands(model, paths, args, kwargs)
+    for path, operands in seen.items():
+        if path not in shared:
+            _freeze(layers[path], operands, weight_only, fresh)
+    if not is_frozen(copy):
+        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
+        raise ValueError(
+            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
+            "Give tied layers a copy of the kernel."
+            if shared
+            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
+            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+        )
+    owners = {id(layer.op): path for path, layer in layers.items()}
+    for keys, op in nnx.iter_graph(copy):
+        if not isinstance(op, Fp8Op):
+            continue
+        op._reason = ""  # report takes only models that quantize_model returned
+        if weight_only:
+            op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
+        owner = owners.get(id(op))
+        reasons = {
+            "it is not the op of a layer of NNX": owner is None,
+            "something else than this op reads or changes the kernel": owner in shared,
+            "it is a convolution": op.row.plan is None,
+            "its einsum does not multiply by the kernel as it is stored": owner not in paths,
+            "it did not run with these inputs": owner not in seen,
+            "its recipe keeps the kernel wide": True,
+        }
+        wide["/".join(map(str, keys))] = next(reason for reason, holds in reasons.items() if holds)
+    return copy
+
+
+def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[str]) -> None:
+    """Stores the kernel of a layer in FP8, unless the recipe keeps it wide."""
+    recipe, row, module, path = layer.op._recipe_in_use(), layer.kind.row, layer.module, layer.site.path
+    if recipe is None or recipe.gemms.forward.rhs is None:
+        return
+    gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+    state: dict[Path, Any] = {
+        (path, name): x for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()
+    }
+    scales = delayed_scales((path,), gemms, state, fresh)
+    wide = module.kernel.get_value()
+    stacked, dtype = [(0, 0)] * len(layer.stacked), args[0].dtype
+    codes, scales = stored(
+        row, gemms, args, wide, scales, stacked=stacked, into_op=lambda kernel: kernel.astype(dtype)
+    )
+    op = FrozenOp(row, gemms, path, layout_of(row, gemms, args), scales)
+    setattr(module, layer.kind.field, nnx.data(op))
+    module.kernel = Frozen(codes)
+    _let_kernel_pass(module, wide.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,160 +204,74 @@ class _PromoteAllButKernel:
         return inputs, codes, *rest
 
 
-def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
-    """Returns a copy of a model for serving: kernels in FP8, scales that no longer change.
-
-    What the copy computes is described in ``fp8flax.freeze``.
-
-    Kernels are stored at their old place, as codes in variables of the type ``Frozen``, with their scales
-    in the op of the layer. Wide parameters stay ``nnx.Param``. ``nnx.jit``, ``nnx.split`` and checkpoints
-    take the copy like any model. It can be differentiated with respect to inputs and wide parameters; with
-    respect to codes and scales it raises ``TypeError``.
-
-    Args:
-        model: a model with FP8 ops, given to its layers or set by ``quantize_model``; trained or
-            calibrated.
-        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-            in the inputs' dtype.
-        **kwargs: keyword inputs of the model.
-
-    Returns:
-        A model of the same type; ``model`` stays unchanged.
-
-    Raises:
-        TypeError: ``model`` is not an NNX module, or ``weight_only`` is not a bool.
-        ValueError: ``model`` is frozen; no layer with an op of a matmul runs with these inputs, or all
-            their kernels are read elsewhere; or FP8 is switched off here.
-
-    Warns:
-        UserWarning: kernels of FP8 ops stay wide, or delayed scales have seen no data. Reasons for a wide
-            kernel are a convolution, an op outside of NNX's layers, a layer that did not run, a recipe that
-            keeps kernels wide, and a kernel that is read elsewhere.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> x = jnp.ones((2, 4))
-        >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x])
-        >>> frozen = fp8nnx.freeze(layer, x)
-        >>> frozen.kernel.get_value().dtype.name, bool((frozen(x) == layer(x)).all())
-        ('float8_e4m3fn', True)
-
-    Source: as for ``fp8flax.freeze``.
-    """
-    if not isinstance(model, nnx.Module):
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "freeze")
-    check_bool("weight_only", weight_only)
-    if any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model)):
-        raise ValueError(FROZEN)
-    check_can_freeze()
-    copy: Any = nnx.clone(model)
-    layers = {
-        layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes
-    }
-    seen, shared = _operands(model, set(layers), args, kwargs)
-    fresh: list[str] = []
-    frozen = 0
-    for path, (lhs, arguments) in seen.items():
-        if path not in shared:
-            frozen += _freeze(layers[path], path, lhs, arguments, weight_only, fresh)
-    if not frozen:
-        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
-        raise ValueError(
-            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
-            "Give tied layers a copy of the kernel."
-            if shared
-            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
-            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
-        )
-    wide: dict[str, str] = {}
-    owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
-    for keys, op in nnx.iter_graph(copy):
-        if isinstance(op, Fp8Op):
-            op._reason = ""  # report takes only models that quantize_model returned
-            if weight_only:
-                op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
-            wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
-    warn_of(wide, fresh, "fp8flax.nnx.calibrate")
-    return copy
+def _let_kernel_pass(module: Any, dtype: Any) -> None:
+    """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
+    if hasattr(module, "promote_dtype"):
+        module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
 
 
-def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
-    """Returns the reason why the kernel of an op stays wide; ``layer`` is None if no layer has the op."""
-    if layer is None:
-        return "it is not the op of a layer of NNX"
-    if layer.site.path in shared:
-        return "something else than this op reads or changes the kernel"
-    if layer.kind.row.plan is None:
-        return "it is a convolution"
-    if not layer.takes_codes:
-        return "its einsum does not multiply by the kernel as it is stored"
-    if layer.site.path not in seen:
-        return "it did not run with these inputs"
-    return "its recipe keeps the kernel wide"
+def updated(model: nnx.Module, load: Callable[[Any], Any]) -> nnx.Module:
+    """Returns a model after its variables, but for random number generators, got the values of ``load``."""
+    nnx.update(model, load(nnx.state(model, nnx.Not(nnx.RngState))))
+    return model
+
+
+# Which kernels nothing but their op reads.
+
+_MARK = "fp8flax_kernel:"
 
 
 def _operands(
     model: nnx.Module, paths: set[str], args: Any, kwargs: Any
-) -> tuple[dict[str, tuple[Any, tuple[Any, ...]]], set[str]]:
+) -> tuple[dict[str, tuple[Any, ...]], set[str]]:
     """Traces the model, and records the operands of the layers at these paths.
 
     Returns:
-        Two results. The first has, for the path of each layer that runs, the shape of its input and the
-        arguments of its op. The second is the set of the layers that multiply by anything but their own
-        kernel, or whose kernel anything else reads.
+        Two results. The first has, for the path of each layer that runs, the arguments of its op, with
+        shapes instead of arrays. The second is the set of the layers that multiply by anything but their
+        own kernel, or whose kernel anything else reads.
     """
     copy = nnx.clone(model)
-    seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    seen: dict[str, tuple[Any, ...]] = {}
 
-    def recorder(path: str, row: OpRow) -> Any:
-        def record(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
-            seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), arguments
-            rhs = checkpoint_name(rhs, f"{_MARK}{path}").astype(lhs.dtype)
-            return row.plain(lhs, rhs, *arguments, **keywords)
-
-        return calling(row.call, record)
+    def record(path: str, row: OpRow, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
+        shapes = (jax.ShapeDtypeStruct(x.shape, lhs.dtype) for x in (lhs, rhs))
+        seen[path] = (*shapes, *arguments)
+        rhs = checkpoint_name(rhs, f"{_MARK}{path}").astype(lhs.dtype)
+        return row.plain(lhs, rhs, *arguments, **keywords)
 
     for layer in layers_of(copy):
-        if layer.site.path in paths:
-            function = recorder(layer.site.path, layer.kind.row)
-            setattr(layer.module, layer.kind.field, nnx.static(function))
-            _let_kernel_pass(layer, layer.module.kernel.get_value().dtype)
+        if (path := layer.site.path) in paths:
+            recorder = calling(layer.kind.row.call, partial(record, path, layer.kind.row))
+            setattr(layer.module, layer.kind.field, nnx.static(recorder))
+            _let_kernel_pass(layer.module, layer.module.kernel.get_value().dtype)
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
-    # By the path of a layer: the number of its kernel among the inputs of the program.
     inputs: dict[str, int] = {}
+    """By the path of a layer: the number of its kernel among the inputs of the program."""
 
     def call(state: Any, arrays: Any) -> Any:
         args, kwargs = fill(arrays)
         merged = nnx.merge(graphdef, state)
         numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
         kernels = {layer.site.path: layer.module.kernel for layer in layers_of(merged)}
-        kernels = {path: kernel for path, kernel in kernels.items() if path in paths}
-        inputs.update((path, numbers[id(kernel.get_value())]) for path, kernel in kernels.items())
-        out = merged(*args, **kwargs)
+        inputs.update((path, numbers[id(kernels[path].get_value())]) for path in paths)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
-        own = {id(kernel) for kernel in kernels.values()}
+        own = {id(kernels[path]) for path in paths}
+        out = merged(*args, **kwargs)
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
         held = [node.get_value() for node in nodes if id(node) not in own]
         return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
 
     with needing_inputs(args, kwargs):
         program = jax.make_jaxpr(call)(state, arrays)
-    of_kernels = set(inputs.values())
-    reads = _KernelReads()
+    of_kernels, reads = set(inputs.values()), _KernelReads()
     given = [i if i in of_kernels else ELSE for i, _ in enumerate(jax.tree.leaves((state, arrays)))]
     for result in interpret(program, [frozenset([one]) for one in given], reads):
         reads.use(result)
     return seen, {
         path for path in seen if inputs[path] in reads.read or reads.by_op[path] != {inputs[path]}
     }
-
-
-_MARK = "fp8flax_kernel:"
 
 
 class _KernelReads(Reads):
@@ -276,37 +295,3 @@ class _KernelReads(Reads):
 
     def part_of(self, whole: Set) -> Set:
         return whole  # a part of stacked kernels is the kernel of one layer
-
-
-def _let_kernel_pass(layer: Layer, dtype: Any) -> None:
-    """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
-    promote = getattr(layer.module, "promote_dtype", None)
-    if promote is not None:
-        layer.module.promote_dtype = nnx.static(_PromoteAllButKernel(promote, dtype))
-
-
-def _freeze(
-    layer: Layer, path: str, lhs: Any, arguments: tuple[Any, ...], weight_only: bool, fresh: list[str]
-) -> bool:
-    """Freezes a layer, and returns whether this was possible."""
-    op = layer.op
-    assert op is not None
-    recipe = op._recipe_in_use()
-    if recipe is None or recipe.gemms.forward.rhs is None:
-        return False
-    row, gemms = layer.kind.row, WEIGHT_ONLY if weight_only else recipe.gemms
-    wide = layer.module.kernel.get_value()
-
-    def of_one(wide: jax.Array, scales: dict[str, jax.Array]) -> Any:
-        wide = wide.astype(lhs.dtype)
-        codes, scale = stored_kernel(row, gemms, lhs, arguments, wide, scales.get("kernel"))
-        return codes, {**scales, "kernel": scale}
-
-    for _ in layer.stacked:
-        of_one = jax.vmap(of_one)
-    delayed = fixed_scales((path,), gemms, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
-    codes, scales = jax.jit(of_one)(wide, delayed)
-    setattr(layer.module, layer.kind.field, nnx.data(FrozenOp(row, gemms, path, scales)))
-    layer.module.kernel = Frozen(codes)
-    _let_kernel_pass(layer, wide.dtype)
-    return True

@@ -1,11 +1,10 @@
-"""Whole NNX models: ``quantize_model``, which gives ops to their layers, and ``report``."""
+"""Whole NNX models: ``quantize_model``, which gives ops to their modules, and ``report``."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from fp8flax._compat.traces import current_trace
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.ops.calls import calling
 from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
-from fp8flax._core.recipes import Recipe
-from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
+from fp8flax._model.contraction_site import contraction
+from fp8flax._model.interception import Front
+from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
+from fp8flax.nnx.products import ModuleCall, base_of, params_of, watch, watched_class
 
 
 class Kind(NamedTuple):
@@ -191,66 +192,120 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
 
 
-def quantize_model(
-    model: Any,
-    recipe: Recipe | None = None,
-    *,
-    include: Any = None,
-    exclude: Any = (),
-    rules: Any = (),
-    allow_unmatched: bool = False,
-    form: str = "direct",
-) -> Any:
-    """Returns a copy of an NNX model whose layers compute in FP8; ``model`` stays unchanged.
+class Product(NamedTuple):
+    """A contraction that a module writes out, as a dry run finds it."""
 
-    Layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
-    ``nnx.Conv``, anywhere in the model, also inside of ``nnx.MultiHeadAttention`` and recurrent cells. Each
-    layer gets its own op, with fresh state; a module that occurs at two places gets one. A layer with an op
-    that you gave keeps this op and its state, unless ``rules`` or ``include`` convert the layer. In layers
-    that ``nnx.vmap`` stacked along the first axis, for ``nnx.scan``, the state is stacked. Matmuls that a
-    module writes out (``x @ w``, ``jnp.einsum``) are not converted: give the module an op.
+    site: Site
+    decision: Decision
+    stacked: tuple[int, ...]
+    """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
 
-    The copy shares the arrays of the model, which are not mutable, but none of its variables.
 
-    The rules and their order are those of ``fp8flax.quantize_model``. A pattern is searched
-    (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in that path with
-    ``/kernel``. (The path of a layer that occurs at two places is the one that comes first in
-    ``nnx.iter_graph``.)
+class DryRun:
+    """Finds the contractions of a model in one abstract call.
 
     Args:
-        model: any NNX module, also an abstract one (``nnx.eval_shape``).
-        recipe: how tensors are scaled, unless a rule says otherwise.
-        include: a regular expression or several, as in ``fp8flax.quantize_model``.
-        exclude: a regular expression or several, as in ``fp8flax.quantize_model``.
-        rules: pairs and callables, as in ``fp8flax.quantize_model``. The shape of the input that a callable
-            gets has only the dimensions that the kernel contracts.
-        allow_unmatched: whether to allow a pattern that decides nothing.
-        form: form of the matmuls, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
-
-    Returns:
-        A model of the same type; ``report`` lists what is converted and why.
-
-    Raises:
-        TypeError: ``model`` is not an NNX module, a recipe is not a ``Recipe``, or ``allow_unmatched`` is
-            not a bool.
-        ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
-            pattern matched nothing; or nothing is converted.
-
-    Example:
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> rngs = nnx.Rngs(0)
-        >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 4, rngs=rngs))
-        >>> model8 = fp8nnx.quantize_model(model, include="layers/0")
-        >>> type(model8.layers[0].dot_general).__name__
-        'Fp8DotGeneralOp'
-        >>> model8.layers[2].dot_general.plain is model.layers[2].dot_general
-        True
-
-    Source: as for ``fp8flax.quantize_model``.
+        model: the model; it stays unchanged.
+        decide: returns the decision about a contraction of a module of the model: ``decide(site, module)``.
     """
-    if not isinstance(model, nnx.Module):
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "quantize_model")
+
+    def __init__(self, model: Any, decide: Callable[[Site, Any], Decision]) -> None:
+        self.decide = decide
+        self.decided: dict[str, tuple[Site, Decision]] = {}
+        """The decisions by ``Site.scope``."""
+        self.products: dict[tuple[str, str], Product] = {}
+        """The written-out products by the path of their module and the name of their op."""
+        self.nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        self.layers = {layer.site.path: layer for layer in layers_of(model)}
+        self.copy: Any = nnx.clone(model)
+        for layer in layers_of(self.copy):
+            function = getattr(layer.module, layer.kind.field)
+            if function is None or isinstance(function, Fp8Op | LeftWide):
+                function = layer.kind.plain or lax.dot_general
+            setattr(layer.module, layer.kind.field, nnx.static(_InField(function)))
+        classes: dict[type, type] = {}
+        for keys, node in list(nnx.iter_graph(self.copy)):
+            # An attribute of a dict or a list would be an item.
+            if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List):
+                module: Any = node
+                module._fp8_path, cls = "/".join(map(str, keys)), base_of(node)
+                object.__setattr__(node, "__class__", cls)
+                if cls not in classes:
+                    classes[cls] = watched_class(node, self._call)
+                object.__setattr__(node, "__class__", classes[cls])
+
+    def trace(self, args: Any, kwargs: Any) -> Any:
+        """Returns the program of one call of the model."""
+        graphdef, state = nnx.split(self.copy)
+        arrays, fill = split_arrays(args, kwargs)
+
+        def call(state: Any, arrays: Any) -> Any:
+            args, kwargs = fill(arrays)
+            out = nnx.merge(graphdef, state)(*args, **kwargs)
+            return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
+
+        with needing_inputs(args, kwargs):
+            return jax.make_jaxpr(call)(state, arrays)
+
+    def _call(self, module: Any, method: str) -> Any:
+        return None if isinstance(module, Fp8Op) else _DryCall(self, module, method)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InField:
+    """The function of a layer in a dry run. A contraction in it is the one that an op can compute."""
+
+    plain: Callable[..., jax.Array]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        front = current_trace()
+        if not isinstance(front, Front):
+            return self.plain(*args, **kwargs)
+        with front.interception.having(in_field=True):
+            return self.plain(*args, **kwargs)
+
+
+class _DryCall(ModuleCall):
+    """One call of a method of a module in a dry run, which converts nothing."""
+
+    in_field = False
+
+    def __init__(self, run: DryRun, module: Any, method: str) -> None:
+        super().__init__(module, method)
+        self.run = run
+
+    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+        path = self.module._fp8_path
+        found, node = contraction(row, operands, params, self.origins), self.run.nodes[path]
+        if self.in_field:
+            site = self.run.layers[path].site
+            decision = self.run.decide(site, node)
+        else:
+            stacked: tuple[int, ...] | None = ()
+            if found.kernel is not None:
+                source = found.kernel.sources[0]
+                whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
+                stacked = _stack(whole.get_value().shape, source.shape)
+            name = self.name_of(found)
+            why = None if stacked is not None else "its kernel is stacked along another axis than the first"
+            site = found.site(tuple(path.split("/")) if path else (), node, name, why)
+            if found.kernel is not None:
+                site = site._replace(kernel="/".join(filter(None, (path, site.kernel))))
+            decision = self.run.decide(site, node)
+            self.run.products[path, name] = Product(site, decision, stacked or ())
+        site = site._replace(module=type(node))
+        self.run.decided[site.scope] = site, decision
+        return None, site.scope
+
+
+def _stack(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the leading sizes of an array that ``part`` lacks; None if it lacks others."""
+    stack = whole[: len(whole) - len(part)]
+    return stack if (*stack, *part) == whole else None
+
+
+def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
+    """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op) and node._reason:
             raise ValueError(
@@ -258,110 +313,87 @@ def quantize_model(
                 f"{'/'.join(map(str, path))!r} comes from quantize_model. Call it once, on the whole model "
                 "without conversions, with all rules at once."
             )
-    options = Rules(
-        recipe=recipe,
-        include=include,
-        exclude=exclude,
-        rules=rules,
-        allow_unmatched=allow_unmatched,
-        form=form,
-    )
     copy: Any = nnx.clone(model)
     layers = list(layers_of(copy))
-    if not layers:
+    products: list[Product] = []
+    if inputs:
+        run = DryRun(copy, lambda site, node: options.decide(site))
+        run.trace(inputs, {})
+        products = list(run.products.values())
+    if not layers and not products:
         names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
         raise ValueError(
-            f"The model has no layer that takes an op: none of {names}. In a module that writes out its "
-            "matmuls, call an op yourself: fp8flax.nnx.Fp8DotGeneralOp()."
+            f"The model has no layer that takes an op: none of {names}. "
+            + (
+                "With these inputs its modules compute no other contraction either, outside of JAX's own "
+                "lax.scan, jax.checkpoint and custom derivatives."
+                if inputs
+                else "To convert what its modules write out, pass inputs: fp8flax.quantize_model(model, x)."
+            )
         )
-    decided = [(layer.site, options.decide(layer.site)) for layer in layers]
+    of_layers = [(layer.site, options.decide(layer.site)) for layer in layers]
+    decided = [*of_layers, *((product.site, product.decision) for product in products)]
     options.check_matched(decided)
     # A layer keeps the op that it had, gets a new op, or gets a ``LeftWide``. A layer that cannot take an
     # op stays as it is.
-    for layer, (site, decision) in zip(layers, decided):
+    for layer, (site, decision) in zip(layers, of_layers):
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             continue
         if decision.converts:
-            row = layer.kind.row
-            op = Fp8Op._for_row(row)(recipe=decision.recipe, **({"form": form} if row.has_form else {}))
-            op._reason = decision.reason
-            for value in vars(op).values():
-                if isinstance(value, OverwriteWithGradient):
-                    array = value.get_value()
-                    value.set_value(jnp.broadcast_to(array, (*layer.stacked, *array.shape)))
+            op = _new_op(layer.kind.row, decision, options, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif site.impossible is None:
             left = LeftWide(site.path, layer.kind.plain or lax.dot_general, decision.reason)
             setattr(layer.module, layer.kind.field, nnx.static(left))
-    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers)}
+    for site, decision, stacked in products:
+        node = site.module
+        if decision.converts:
+            setattr(node, site.name, nnx.data(_new_op(site.op, decision, options, stacked, site.shapes[1])))
+            watch(node)
+        else:
+            node._fp8_left = (*getattr(node, "_fp8_left", ()), (site.name, decision.reason))
+    of_layer = {id(layer.op): layer.site.path for layer in reversed(layers)}
     ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
     if not ops:
         raise ValueError(options.why_unconverted(decided))
     for path, op in ops:
-        op._scope = of_layers.get(id(op), "/".join(map(str, path)))
+        op._scope = of_layer.get(id(op), "/".join(map(str, path)))
         op._reason = op._reason or "an op of its own"
     return copy
 
 
-def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
-    """Lists the layers of a converted model that run: sizes, whether in FP8, and why or why not.
-
-    Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
-    ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
-    it counts once. Matmuls that modules write out are not listed, nor is ``Fp8RaggedDotOp``, which is an
-    FP8 op already. What a GPU runs is in the compiled program: see ``fp8flax.audit``.
-
-    Args:
-        model: the model that ``quantize_model`` returned, or a part of it.
-        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        **kwargs: keyword inputs of the model.
-
-    Returns:
-        A ``ModelReport``; print it, or look at its ``rows``.
-
-    Raises:
-        TypeError: ``model`` does not come from ``quantize_model``.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax, jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> make = lambda: nnx.Linear(4096, 1024, rngs=nnx.Rngs(0))
-        >>> model8 = nnx.eval_shape(lambda: fp8nnx.quantize_model(make()))
-        >>> print(fp8nnx.report(model8, jax.ShapeDtypeStruct((8192, 4096), jnp.float32)))
-        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  why
-        ---------------------------------------------------------------------
-        (the model)  kernel  8192×4096×1024  1      100.0    FP8   by default
-        <BLANKLINE>
-        1 of 1 contractions are converted (100.0 % of their FLOPs).
-    """
-    copy = nnx.clone(model)
-    if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(copy)):
-        raise wrong_model(model, "come from fp8flax.nnx.quantize_model", "flax.nnx", "report", SEE_AUDIT)
-    counts: Counter[tuple[str, GemmSizes]] = Counter()
-    decided = {}
-    for layer in list(layers_of(copy)):
-        decided[layer.site.path] = layer.site, layer.decision
-        counting = calling(layer.kind.row.call, _counting(counts, layer))
-        setattr(layer.module, layer.kind.field, nnx.static(counting))
-    graphdef, state = nnx.split(copy)
-    arrays, fill = split_arrays(args, kwargs)
-
-    def call(state: Any, arrays: Any) -> None:
-        args, kwargs = fill(arrays)
-        nnx.merge(graphdef, state)(*args, **kwargs)
-
-    with needing_inputs(args, kwargs):
-        jax.eval_shape(call, state, arrays)
-    return table_of(counts, decided)
+def _new_op(
+    row: OpRow, decision: Decision, options: Rules, stacked: tuple[int, ...], kernel: tuple[int, ...] = ()
+) -> Fp8Op:
+    """Returns the op of a contraction, with state that is stacked as its kernel is."""
+    form = {"form": options.form} if row.has_form else {}
+    op: Any = Fp8Op._for_row(row)(*(kernel[:1] if row.stacked else ()), recipe=decision.recipe, **form)
+    op._reason = decision.reason
+    for value in vars(op).values():
+        if isinstance(value, OverwriteWithGradient):
+            array = value.get_value()
+            value.set_value(jnp.broadcast_to(array, (*stacked, *array.shape)))
+    found: Fp8Op = op
+    return found
 
 
-def _counting(counts: Counter[tuple[str, GemmSizes]], layer: Layer) -> Callable[..., jax.Array]:
-    """Returns a function that computes a layer's op without FP8, and counts the calls by their sizes."""
-    row, path = layer.kind.row, layer.site.path
+def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
+    """Returns the report of a converted NNX model; see ``fp8flax.report``."""
+    if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
+        raise wrong_model(model, "come from fp8flax.quantize_model", "flax.nnx", "report", SEE_AUDIT)
 
-    def count(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
-        counts[path, row.sizes(lhs.shape, rhs.shape, *arguments)] += 1
-        return row.plain(lhs, rhs, *arguments, **keywords)
+    def decision_of(site: Site, node: Any) -> Decision:
+        op = getattr(node, site.name, None) if site.name else None
+        if isinstance(op, Fp8Op):
+            return Decision(True, op.recipe, op._reason)
+        if not site.name:
+            return run.layers[site.path].decision
+        by_default = NOT_FOUND if site.kind == "kernel" else Rules().decide(site).reason
+        return Decision(False, None, dict(getattr(node, "_fp8_left", ())).get(site.name, by_default))
 
-    return count
+    run = DryRun(model, decision_of)
+    return report_of(run.trace(args, kwargs), run.decided)
+
+
+NOT_FOUND = "written out by a module: give quantize_model inputs, so that it finds this contraction"
+"""The reason of a contraction that ``quantize_model`` did not look for."""

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
+from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
@@ -130,7 +131,8 @@ class Fp8Op(OpBase, nnx.Module):
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
-        with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
+        scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
+        with unwatched(), scope:
             out = super()._compute(recipe, lhs, rhs, *arguments, **keywords)
         delayed = {} if recipe is None else recipe.gemms.delayed
         if not delayed:

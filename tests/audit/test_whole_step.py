@@ -81,8 +81,9 @@ def figures(op):
 @pytest.mark.newest
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
-    # Each of 14 layers adds five kernels: casts, transposes, and merges of amaxes.
-    assert delayed[0] - wide[0] <= 14 * 5
+    # Each of 14 layers adds five kernels: casts, transposes, and merges of amaxes. The states of all layers
+    # are entered, left and checked in 13.
+    assert delayed[0] - wide[0] <= 14 * 5 + 13
     # JAX 0.12 moves 832 MiB less for the norms of the model in bfloat16. The FP8 programs move as much as
     # before.
     in_bf16 = wide[1] + (832 if jax.__version_info__ >= (0, 12) else 0)
@@ -91,10 +92,10 @@ def test_of_a_llama():
 
 
 def test_of_the_demo():
-    """The step has 571 kernels, and 410 in bfloat16."""
+    """The step has 580 kernels, and 410 in bfloat16."""
     task = training.lm(None, "delayed", None)
     found, _ = read(training.train_step, *training.arguments_of_step(task, "fp8"))
-    assert len(found) <= 575
+    assert len(found) <= 585
 
 
 def scanned(block, length, op):
@@ -128,4 +129,4 @@ class Scanned(Layer):
 def test_of_layers_under_scan_and_remat():
     """The step in bfloat16 runs 345 kernels."""
     found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
-    assert sum(kernel.trip_count for kernel in found) <= 715
+    assert sum(kernel.trip_count for kernel in found) <= 740

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
+import flax.core
 import flax.linen as nn
 import flax.struct
 import jax
@@ -21,7 +22,7 @@ import pytest
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_same, flat, normal, variables_of
-from tests.models import ALL
+from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
 X = normal(1, 4, 8)
@@ -437,6 +438,123 @@ def test_mapped_variables(name):
     grads = [fp8.grad(lambda v, m=m: jnp.sum(m.apply(v, X) ** 2))(variables) for m in (model8, by_hand)]
     assert_same(*grads)
     assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[0][OWG])) > 0
+
+
+def causal(around):
+    """The layer of the documentation of ``nn.map_variables``: its function sees all parameters."""
+    layer = nn.map_variables(
+        nn.Dense, "params", lambda variables: jax.tree.map(around, variables), init=True
+    )
+    return nn.Sequential([nn.Dense(8), layer(8, use_bias=False, name="layer")])
+
+
+AROUND = {
+    "triu": jnp.triu,
+    "sign": lambda w: 0.1 * jnp.sign(w),
+    "cast": lambda w: jax.lax.reduce_precision(w, 8, 7),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_mapped_variables_of_a_function_for_kernels_alone(around):
+    """The functions of ``nn.map_variables`` do not get scaling state, which they could not handle."""
+    model, model8 = causal(around), fp8.quantize_model(causal(around), **ALL)
+    variables = model8.init(KEY, X)
+    assert_same(plain(variables), model.init(KEY, X))
+    grads = fp8.grad(lambda v: jnp.sum(model8.apply(v, X) ** 2))(variables)
+    assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[OWG])) > 0
+
+
+def test_a_map_around_a_loop_that_drops_the_state():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(8)(x), None
+
+    def known(variables):
+        if "Dense_0" not in variables.get("params", {}):
+            return variables
+        return {
+            "params": {
+                "Dense_0": {name: variables["params"]["Dense_0"][name] for name in ("kernel", "bias")}
+            }
+        }
+
+    class Mapped(nn.Module):
+        dropping: bool = True
+
+        @nn.compact
+        def __call__(self, x):
+            loop = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            maps = [known] * 2 if self.dropping else [lambda variables: variables] * 2
+            return nn.map_variables(loop, "params", *maps, init=True)(name="loop")(x, None)[0]
+
+    with pytest.raises(ValueError, match="'loop/Dense_0'"):
+        fp8.quantize_model(Mapped(), **ALL).init(KEY, X)
+    variables = fp8.quantize_model(Mapped(dropping=False), **ALL).init(KEY, X)
+    with pytest.raises(ValueError, match="'loop/Dense_0'"):
+        fp8.quantize_model(Mapped(), **ALL).apply(variables, X)
+
+
+class OfThreeKinds(nn.Module):
+    """A layer to convert, one with an op by hand in ``nn.WeightNorm``, and one with an op of Flax."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp)(nn.Dense(8)(x))
+        return nn.WeightNorm(nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp))(x)
+
+
+def test_ops_that_are_there_already():
+    model8 = fp8.quantize_model(OfThreeKinds(), **ALL)
+    variables = model8.init(KEY, X)
+    names = ("Fp8DirectDotGeneralOp_0", "Fp8DotGeneralOp_0", "Fp8DotGeneralOp_0")
+    assert ops(variables) == {f"Dense_{i}/{name}" for i, name in enumerate(names)}
+    grads = jax.grad(lambda v: jnp.sum(model8.apply(v, X) ** 2))(variables)
+    assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[OWG])) > 0
+
+
+class JitOfTied(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.jit(in_scan(tied=True))(name="tied")
+        return layer(x) + layer(2 * x)
+
+
+class RematOfParams(nn.Module):
+    """Takes only the parameters along, so the state comes from the trace around it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(nn.Dense, variables=["params"])(8)(nn.remat(in_scan(tied=True))()(x))
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("cls", [JitOfTied, RematOfParams])
+def test_state_that_layers_of_a_loop_share(cls):
+    model, model8 = cls(), fp8.quantize_model(cls(), **ALL)
+    with jax.checking_leaks():
+        variables = variables_of(model8, X)
+        grads = jax.jit(fp8.grad(lambda v: jnp.sum(model8.apply(v, X))))(variables)
+    assert {leaf.ndim for leaf in jax.tree.leaves(variables[OWG])} == {1}
+    assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[OWG])) > 0
+    assert_in_fp8(model, model8, variables)
+
+
+def test_a_failed_call_leaves_no_trace():
+    class Fails(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(8)(x)
+            raise ArithmeticError
+
+    before = dict(vars(nn.module)), dict(vars(nn.Dense)), dict(vars(flax.core.lift))
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            fp8.quantize_model(Fails(), **ALL).init(KEY, X)
+    assert (dict(vars(nn.module)), dict(vars(nn.Dense)), dict(vars(flax.core.lift))) == before
+    np.testing.assert_array_equal(nn.Dense(8).init(KEY, X)["params"]["bias"], np.zeros(8))
+    jax.eval_shape(lambda x: x @ x.T, X)  # no trace of ours is in front
 
 
 PICKLED = {

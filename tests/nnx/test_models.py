@@ -15,6 +15,7 @@ from tests.cases import normal
 from tests.nnx.layout import to_linen
 
 OWG = "_overwrite_with_gradient"
+PRODUCT = "a product of two activations (products=True converts them)"
 CURRENT, SHORT = fp8.Float8CurrentScaling(), fp8.DelayedScaling(amax_history_len=4)
 
 
@@ -202,7 +203,7 @@ def test_ops_by_hand_keep_recipe_and_state_unless_a_rule_names_them():
     report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 576), jnp.float32))
     assert [row.reason for row in report.rows] == [
         *("an op of its own", "by default"),
-        *(["an op of its own"] * 3 + ["by default"]),
+        *(["an op of its own"] * 3 + [PRODUCT] * 2 + ["by default"]),
     ]
     for asked in ({"include": "layers/0"}, {"rules": [("layers/0", CURRENT)]}):
         replaced = fp8nnx.quantize_model(model, CURRENT, **asked)
@@ -225,8 +226,12 @@ def test_report_lists_what_runs_also_in_a_part():
     model = nnx.Sequential(Own(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
     model8 = fp8nnx.quantize_model(model, include=".*")
     report = fp8nnx.report(model8, jnp.ones((8, 32)))
-    rows = {row.path: (row.count, row.flops, row.converted, row.reason) for row in report.rows}
-    assert rows == {"layers/1": (1, 2 * 8 * 32 * 32, True, "by include '.*'")}
+    rows = {row.path: (row.count, row.flops, row.converted, row.reason[:15]) for row in report.rows}
+    flops = 2 * 8 * 32 * 32
+    assert rows == {
+        "layers/0": (1, flops, False, "written out by "),
+        "layers/1": (1, flops, True, "by include '.*'"),
+    }
     part = fp8nnx.report(model8.layers[1], jnp.ones((8, 32)))
     assert [(row.path, row.reason) for row in part.rows] == [("", "by include '.*'")]
 
@@ -242,13 +247,13 @@ def test_statistics_name_layers():
 
     def measure(model):
         graphdef, state = nnx.split(model)
-        return jax.jit(fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2)))(state)
+        return fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2))(state)
 
     with pytest.raises(ValueError, match="path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
     found, variables = measure(model8), to_linen(model8)
-    expected = jax.jit(fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2)))(variables)
+    expected = fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2))(variables)
     names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
     assert set(found) == set(names)
     jax.tree.map(np.testing.assert_array_equal, found, {name: expected[names[name]] for name in names})
@@ -291,7 +296,10 @@ def test_report(block):
     model8 = fp8nnx.quantize_model(block, include=["up", "einsum"], rules=[("attention/out", CURRENT)])
     report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 10), jnp.int32))
     rows = {row.path: row for row in report.rows}
-    assert set(rows) == ATTENTION | {"up", "einsum", "logits", "tiny"}  # what is not called is not there
+    # What is not called is not there.
+    assert set(rows) == ATTENTION | {"attention", "", "up", "einsum", "logits", "tiny"}
+    assert rows["attention"].reason == PRODUCT
+    assert rows[""].kernel == "w"
     up = rows["up"]
     assert (up.batch, up.m, up.k, up.n, up.count) == (1, 80, 32, 64, 2)
     assert (rows["einsum"].k, rows["einsum"].n) == (64, 32)
@@ -300,12 +308,12 @@ def test_report(block):
     assert rows["attention/out"].reason == "by the rule 'attention/out'"
     assert rows["logits"].reason == "not included"
     assert {row.path for row in report.converted} == {"up", "einsum", "attention/out"}
-    assert "3 of 8 contractions are converted" in str(report)
+    assert "3 of 11 contractions are converted" in str(report)
     images = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
     patches = fp8nnx.quantize_model(block.patches, include=".*")
     (row,) = fp8nnx.report(patches, images).rows
     assert (row.m, row.k, row.n, row.path) == (2 * 4 * 4, 2 * 2 * 4, 32, "")
-    with pytest.raises(TypeError, match="nnx.quantize_model"):
+    with pytest.raises(TypeError, match="come from fp8flax.quantize_model"):
         fp8nnx.report(block)
 
 

@@ -227,6 +227,12 @@ def test_what_cannot_be_frozen(calibrated):
     np.testing.assert_array_equal(frozen(X), model(X))
     with pytest.raises(ValueError, match="nothing to freeze"):
         fp8nnx.freeze(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
+    input_alone = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=recipe.gemms.forward.lhs))
+    two = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
+    model = fp8nnx.quantize_model(two, rules=[("layers/0", recipe), ("layers/1", input_alone)])
+    with pytest.warns(UserWarning, match=r"layers/1/dot_general \(its recipe keeps the kernel"):
+        frozen = fp8nnx.freeze(model, X)
+    np.testing.assert_array_equal(frozen(X), model(X))
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="FP8 is off here, by autocast"):
         fp8nnx.freeze(calibrated, X)
     frozen = fp8nnx.freeze(calibrated, X)
@@ -327,6 +333,12 @@ def test_kernels_that_pass_through_transformations_are_frozen():
     np.testing.assert_allclose(frozen(X), model(X), rtol=1e-6)
 
 
+def test_one_door():
+    """The functions of ``fp8flax.nnx`` are those of ``fp8flax``."""
+    for name in ("freeze", "save_safetensors", "weights_for_serving"):
+        assert getattr(fp8nnx, name) is getattr(fp8, name)
+
+
 FILES = {"delayed": SHORT, **RECIPES, "weight_only": SHORT}
 
 
@@ -365,11 +377,12 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     assert len({file.metadata().get("quantization_config") for file in files}) == 1
     assert (tmp_path / "config.json").exists() == (recipe == "delayed")
     other = fp8nnx.freeze(Net(nnx.Rngs(1)), X, **options)
-    target = nnx.state(other, (nnx.Param, fp8nnx.Frozen))
-    nnx.update(other, fp8.load_into(target, fp8.read_checkpoint(paths[0])))
+    assert fp8.load_into(other, fp8.read_checkpoint(paths[0])) is other
     np.testing.assert_array_equal(other(X), frozen(X))
     with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):
         fp8nnx.save_safetensors(paths[0], model)
+    with pytest.raises(TypeError, match="none are passed beside it; got dict"):
+        fp8.save_safetensors(paths[0], frozen, {})
 
 
 @pytest.mark.long

@@ -111,12 +111,7 @@ def of_inputs(inputs, match):
 
 MISTAKES = {
     "a model of the other API": [
-        (lambda: fp8.quantize_model(linear()), TypeError, r"use fp8flax\.nnx\.quantize_model"),
-        (lambda: fp8.report(linear(), X), TypeError, r"use fp8flax\.nnx\.report"),
-        (lambda: fp8.freeze(linear(), {}, X), TypeError, r"use fp8flax\.nnx\.freeze"),
-        (lambda: fp8nnx.quantize_model(LAYER), TypeError, r"use fp8flax\.quantize_model"),
-        (lambda: fp8nnx.report(LAYER, X), TypeError, r"use fp8flax\.report"),
-        (lambda: fp8nnx.freeze(LAYER, X), TypeError, r"use fp8flax\.freeze"),
+        (lambda: fp8.freeze(LAYER, X), TypeError, r"variables must be the collections"),
         (lambda: fp8nnx.calibrate(LAYER.apply, LAYER, [X]), TypeError, r"use fp8flax\.calibrate"),
         (lambda: fp8.calibrate(call_model, linear(), [X]), TypeError, "an NNX module"),
         *of_every_nnx_function(LAYER, r"Dense\..* Linen module: (see|use) fp8flax\."),

@@ -249,6 +249,9 @@ def test_torchao(tmp_path):
         changed = {**metadata, "a.weight": json.dumps({**kind, **change})}
         with pytest.raises(ValueError, match=r"'a\.weight'"):
             fp8.read_checkpoint(write(tmp_path / "b", tensors, changed))
+    for name, array in (("a.weight", UP), ("a._weight_qdata", UP.view(np.int8))):
+        with pytest.raises(ValueError, match=r"'a\.weight' (is there twice|must have codes in FP8)"):
+            fp8.read_checkpoint(write(tmp_path / "b", {**tensors, name: array}, metadata))
 
 
 @pytest.mark.parametrize(
@@ -371,6 +374,11 @@ DAMAGED = {
     "a list": lambda entries, data: ("[]", data),
     "a huge number": text("24]", "9" * 5000 + "]"),
     "name twice": text('"b"', '"a.weight"'),
+    # The library would take the last of the two.
+    "entry twice": lambda entries, data: (
+        f'{json.dumps(entries)[:-1]}, "b": {json.dumps(entries["b"])}}}',
+        data,
+    ),
     "truncated": lambda entries, data: (json.dumps(entries), data[:-1]),
     "longer": lambda entries, data: (json.dumps(entries), data + b"0"),
     "size that lies": changed(lambda e: e["a.weight"].update(shape=[4, 7])),
@@ -384,6 +392,7 @@ DAMAGED = {
     "NaN": changed(lambda e: e["b"].update(data_offsets=[float("nan"), 40])),
     "no dtype": changed(lambda e: e["b"].pop("dtype")),
     "other dtype": changed(lambda e: e["b"].update(dtype="F4")),
+    "dtype of six bits": changed(lambda e: e["b"].update(dtype="F6_E2M3", shape=[16])),
     "dtype is a list": changed(lambda e: e["b"].update(dtype=["F32"])),
     "not an entry": changed(lambda e: e.update(b=7)),
     "metadata": changed(lambda e: e.update(__metadata__={"x": 1})),
@@ -393,7 +402,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_files(name, tmp_path):
     path = write(tmp_path / "model.safetensors", TWO, change=DAMAGED[name])
-    with pytest.raises(ValueError, match="damaged") as error:
+    with pytest.raises(ValueError, match="damaged|which is none of") as error:
         fp8.read_checkpoint(path)
     assert str(path) in str(error.value)
 
@@ -514,6 +523,15 @@ def test_wrong_indexes(change, message, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_single_file_beside_an_index(tmp_path):
+    """One of the two is from an older save, so neither is read."""
+    write(sharded(tmp_path) / "model.safetensors", TWO)
+    with pytest.raises(ValueError, match="it has both") as error:
+        fp8.read_checkpoint(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "b" in fp8.read_checkpoint(tmp_path / "model.safetensors")
+
+
 def test_a_name_in_two_files(tmp_path):
     sharded(tmp_path)
     tensors = {
@@ -524,9 +542,14 @@ def test_a_name_in_two_files(tmp_path):
     write(tmp_path / "model-1.safetensors", tensors)
     with pytest.raises(ValueError, match=r"disagree on whether \['down\.weight'\]"):
         fp8.read_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    with pytest.raises(ValueError, match="weight_map"):
-        fp8.read_checkpoint(tmp_path)
+    for text, match in (
+        ('{"weight_map": 3}', "must have a weight_map"),
+        ("[]", "must be an object"),
+        ('{"weight_map": {"a": "b", "a": "c"}}', "has a name twice"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=match):
+            fp8.read_checkpoint(tmp_path)
 
 
 def by_library(folder):

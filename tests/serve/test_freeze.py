@@ -1,6 +1,7 @@
 """``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -30,6 +31,19 @@ def size(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def frozen_alike(model8, variables, x, *inputs):
+    """Returns a frozen model and its variables; its results have the bits of the trained model's."""
+    serve, served = fp8.freeze(model8, variables, *inputs)
+    out, expected = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model8, variables)))
+    np.testing.assert_array_equal(out, expected)
+    return serve, served
+
+
+def narrow(served):
+    """Returns the names of the parameters in FP8."""
+    return {path.rpartition("/")[2] for path, x in flat(served["params"]).items() if x.dtype == E4M3}
+
+
 CASES = [
     *((name, "delayed") for name in MODELS),
     *(("scan", recipe) for recipe in RECIPES if recipe != "delayed"),
@@ -52,10 +66,8 @@ def test_same_logits(name, recipe):
     model, _, _ = MODELS[name]
     x = normal(0, 2, 4, 8)
     model8, variables = trained(model(), x, recipe=RECIPES[recipe])
-    serve, served = fp8.freeze(model8, variables)
+    _, served = frozen_alike(model8, variables, x)
     assert list(served) == ["params"]
-    expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
-    np.testing.assert_array_equal(out, expected)
     # Every kernel is in its old place, in FP8, with its scale beside it.
     before, after = flat(variables["params"]), flat(served["params"])
     is_stored = (name, recipe) != STAYS_WIDE
@@ -194,6 +206,17 @@ def test_weights_only_reads_the_codes_alone(gpu):
     assert "bf16[1024,2048]" not in entry
 
 
+def test_no_loop_makes_the_kernels_of_all_layers_wide(gpu):
+    """XLA moves what does not change out of a loop, and so would cast all kernels before it."""
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    model8 = fp8.quantize_model(in_scan()(), RECIPES["delayed"], **ALL)
+    shapes = jax.eval_shape(model8.init, jax.random.key(0), x)
+    serve, served = fp8.freeze(model8, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
+    target = compiling.find_target("h200")
+    program = compiling.compile_for(target, serve.apply, (served, x)).as_text()
+    assert set(re.findall(r"(\w+)\[3,1024,1024\]", program)) == {"f8e4m3fn"}
+
+
 def test_bytes_of_a_transformer():
     model = LanguageModel(width=256, layers=2, vocabulary=64)
     model8 = fp8.quantize_model(model, **ALL)
@@ -201,18 +224,6 @@ def test_bytes_of_a_transformer():
     variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
     wide = size(variables["params"])
     assert size(fp8.freeze(model8, variables, TOKENS)[1]) <= 0.27 * wide
-
-
-@pytest.mark.long
-@WIDE
-def test_what_is_used_otherwise_stays_wide():
-    """An embedding that is also the logits' kernel is quantized at each call; logits stay the same."""
-    model8, variables = trained(LanguageModel(layers=1, tied=True), TOKENS)
-    assert "Embed_0" in variables[OWG]
-    serve, served = fp8.freeze(model8, variables)
-    assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
-    expected, out = (jax.jit(m.apply)(v, TOKENS) for m, v in ((model8, variables), (serve, served)))
-    np.testing.assert_array_equal(out, expected)
 
 
 HIDDEN = ("scan", "carried", "cond", "while", "checkpoint", "derivative", "jit", "vmap")
@@ -236,18 +247,6 @@ class ReadTwice(nn.Module):
         x += jax.nn.relu(f)[:4]
         x = jax.jit(lambda x, g: x * jnp.sum(jnp.sin(g)))(x, g)
         return jax.vmap(lambda row: row * h[0])(x)
-
-
-@WIDE
-def test_what_is_read_in_hidden_places_stays_wide():
-    x = normal(0, 4, 8)
-    model8 = fp8.quantize_model(ReadTwice(), RECIPES["current"], **ALL)
-    variables = variables_of(model8, x)
-    serve, served = fp8.freeze(model8, variables)
-    expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
-    np.testing.assert_array_equal(out, expected)
-    narrow = {name for name, leaf in served["params"].items() if getattr(leaf, "dtype", None) == E4M3}
-    assert narrow == {"alone"}
 
 
 class Heads(nn.Module):
@@ -303,43 +302,17 @@ class Penalized(nn.Module):
         return jnp.sum(self.layer.variables["params"]["kernel"] ** 2)
 
 
-class TestOtherUses:
-    """Codes are never taken for values: the logits are right, or there is an error."""
+class Methods(nn.Module):
+    """A model that uses its second layer in another method only."""
 
-    x = np.asarray(normal(0, 4, 8))
+    def setup(self):
+        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
 
-    @pytest.mark.parametrize("model", [BothHeads(), NormInSetup()], ids=lambda m: type(m).__name__)
-    def test_same_logits(self, model):
-        model8, variables = trained(model, self.x)
-        with pytest.warns(UserWarning, match=r"stay wide: (Heads_0/w0|OneOp_0/w0|w) \((one op|something)"):
-            serve, served = fp8.freeze(model8, variables)
-        out, expected = jax.jit(serve.apply)(served, self.x), jax.jit(model8.apply)(variables, self.x)
-        np.testing.assert_array_equal(out, expected)
-        assert not any(leaf.dtype == E4M3 for leaf in jax.tree.leaves(served))
+    def __call__(self, x):
+        return self.first(x)
 
-    def test_an_op_for_each_kernel(self):
-        model8, variables = trained(BothHeads(Heads), self.x)
-        serve, served = fp8.freeze(model8, variables)
-        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
-        assert {leaf.dtype for leaf in served["params"]["Heads_0"].values() if hasattr(leaf, "dtype")} == {
-            jnp.dtype(E4M3)
-        }
-
-    @pytest.mark.parametrize("heads", [Heads, OneOp])
-    def test_another_kernel_than_was_seen(self, heads):
-        model8, variables = trained(heads(), self.x)
-        serve, served = fp8.freeze(model8, variables)
-        serve.apply(served, self.x)
-        with pytest.raises(
-            ValueError, match="comes from other parameters than when|did not run when the model was frozen"
-        ):
-            serve.apply(served, self.x, 1)
-
-    def test_a_method_that_was_not_seen(self):
-        model8, variables = trained(Penalized(), self.x)
-        serve, served = fp8.freeze(model8, variables)
-        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel outside of an FP8 op"):
-            serve.apply(served, method="penalty")
+    def both(self, x):
+        return self.second(self.first(x))
 
 
 class InParts(nn.Module):
@@ -370,26 +343,6 @@ class StackOfParts(nn.Module):
         return scan(InParts(stack=True, name="blocks"), x, None)[0]
 
 
-@pytest.mark.parametrize("model", [InParts(), StackOfParts()], ids=["plain", "scan"])
-@pytest.mark.parametrize("recipe", ["delayed", "axiswise"])
-def test_parts_of_parameters_and_joined_ones_stay_wide(model, recipe):
-    x = normal(0, 4, 8)
-    model8, variables = trained(model, x, recipe=RECIPES[recipe])
-    with pytest.warns(UserWarning, match="stay wide") as caught:
-        serve, served = fp8.freeze(model8, variables, x)
-    text = "".join(str(warning.message) for warning in caught)
-    for name in ("qkv", "layers"):
-        assert f"{name} (the kernel is not the whole parameter)" in text
-    for name in ("gate", "up"):
-        assert f"{name} (it is joined with other parameters to one kernel)" in text
-    params = served["params"].get("blocks", served["params"])
-    narrow = {name for name, leaf in params.items() if getattr(leaf, "dtype", None) == E4M3}
-    assert narrow == {"twice"}
-    fresh = jax.eval_shape(serve.init, jax.random.key(0), x)  # what a checkpoint is restored into
-    assert fresh == jax.eval_shape(lambda v: v, served)
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-
-
 class NotAsAWhole(nn.Module):
     """Kernels that cannot be stored in FP8, each for another reason."""
 
@@ -404,22 +357,6 @@ class NotAsAWhole(nn.Module):
         return x @ (2 * scaled) @ read + jnp.sum(read)
 
 
-def test_what_stays_wide_is_said():
-    x = normal(0, 4, 8)
-    model8, variables = trained(NotAsAWhole(), x)
-    with pytest.warns(UserWarning, match="stay wide") as caught:
-        serve, served = fp8.freeze(model8, variables, x)
-    text = "".join(str(warning.message) for warning in caught)
-    for reason in (
-        "half (the kernel is not the whole parameter)",
-        "tied (several ops multiply by it)",
-        "scaled (it is computed from parameters)",
-        "read (something else than an FP8 op reads it too)",
-    ):
-        assert reason in text
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-
-
 class MoreDims(nn.Module):
     """The matmul reads the kernel with one more dimension, of size 1."""
 
@@ -429,12 +366,92 @@ class MoreDims(nn.Module):
         return jnp.einsum("bi,nio->bno", x, w[None])
 
 
-def test_a_kernel_with_more_dimensions():
+NOT_WHOLE, JOINED = (
+    "(the kernel is not the whole parameter)",
+    "(it is joined with other parameters to one kernel)",
+)
+OF_PARTS = [*(f"{name} {NOT_WHOLE}" for name in ("qkv", "layers")), f"gate {JOINED}", f"up {JOINED}"]
+READ = "(something else than an FP8 op reads it too)"
+STAYS = {
+    # The embedding is also the kernel of the logits.
+    "tied": (LanguageModel(layers=1, tied=True), "delayed", {"kernel"}, [f"Embed_0/embedding {READ}"]),
+    "hidden": (ReadTwice(), "current", {"alone"}, [f"{name} {READ}" for name in HIDDEN]),
+    "two kernels": (BothHeads(), "delayed", set(), ["OneOp_0/w0 (one op multiplies by it and by others)"]),
+    "setup": (NormInSetup(), "delayed", set(), [f"w {READ}"]),
+    "parts": (InParts(), "delayed", {"twice"}, OF_PARTS),
+    "parts, axiswise": (InParts(), "axiswise", {"twice"}, OF_PARTS),
+    "stacked parts": (StackOfParts(), "delayed", {"twice"}, OF_PARTS),
+    "stacked parts, axiswise": (StackOfParts(), "axiswise", {"twice"}, OF_PARTS),
+    "others": (
+        NotAsAWhole(),
+        "delayed",
+        set(),
+        [
+            f"half {NOT_WHOLE}",
+            "tied (several ops multiply by it)",
+            "scaled (it is computed from parameters)",
+            f"read {READ}",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays_wide(name):
+    """Codes are never taken for values: the logits are right, and a warning says why kernels stay wide."""
+    model, recipe, expected, reasons = STAYS[name]
+    x = TOKENS if isinstance(model, LanguageModel) else normal(0, 4, 8)
+    model8, variables = trained(model, x, recipe=RECIPES[recipe])
+    with pytest.warns(UserWarning, match="stay wide") as caught:
+        serve, served = frozen_alike(model8, variables, x)
+    text = "".join(str(warning.message) for warning in caught)
+    assert not [reason for reason in reasons if reason not in text]
+    assert narrow(served) == expected
+    fresh = jax.eval_shape(serve.init, jax.random.key(0), x)  # what a checkpoint is restored into
+    assert fresh == jax.eval_shape(lambda v: v, served)
+
+
+@pytest.mark.parametrize(("model", "names"), [(MoreDims(), {"w"}), (BothHeads(Heads), {"w0", "w1"})])
+def test_what_is_stored_nevertheless(model, names):
+    """A kernel that gets one more dimension on its way; two kernels of a module, each with its own op."""
     x = normal(0, 4, 8)
-    model8, variables = trained(MoreDims(), x)
-    serve, served = fp8.freeze(model8, variables, x)
-    assert served["params"]["w"].dtype == E4M3
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+    _, served = frozen_alike(*trained(model, x), x)
+    assert narrow(served) == names
+
+
+class TestOtherCalls:
+    """What the frozen model does not know is an error."""
+
+    x = np.asarray(normal(0, 4, 8))
+
+    @pytest.mark.parametrize("heads", [Heads, OneOp])
+    def test_another_kernel_than_was_seen(self, heads):
+        model8, variables = trained(heads(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        serve.apply(served, self.x)
+        with pytest.raises(
+            ValueError, match="comes from other parameters than when|did not run when the model was frozen"
+        ):
+            serve.apply(served, self.x, 1)
+
+    def test_a_method_that_was_not_seen(self):
+        """After a call of the method the kernel stays wide."""
+        model8, variables = trained(Penalized(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel outside of an FP8 op"):
+            serve.apply(served, method="penalty")
+        model8.apply(variables, method="penalty")
+        with pytest.warns(UserWarning, match="something else than an FP8 op reads it too"):
+            assert not narrow(fp8.freeze(model8, variables)[1])
+
+    def test_a_layer_of_another_method(self):
+        """It is stored after a call of that method."""
+        variables = Methods().init(jax.random.key(0), self.x, method="both")
+        model8 = fp8.quantize_model(Methods(), RECIPES["current"], **ALL)
+        for method, count in (("__call__", 1), ("both", 2)):
+            model8.apply(variables, self.x, method=method)
+            served = fp8.freeze(model8, variables)[1]["params"]
+            assert sum(x.dtype == E4M3 for x in jax.tree.leaves(served)) == count
 
 
 def test_sharded_parameters_stay_where_they_are():
@@ -471,47 +488,44 @@ def test_as_many_layers_as_features(axis, state_axis, recipe):
             return layers(name="layers")(x, None)[0]
 
     x = normal(0, 3, 4)
-    model8, variables = trained(Model(), x, recipe=RECIPES[recipe])
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+    frozen_alike(*trained(Model(), x, recipe=RECIPES[recipe]), x)
 
 
 class Shared(nn.Module):
     """Three layers with the same parameters, as ``nn.scan`` or ``nn.vmap`` makes them."""
 
     lift: str
-    state_axis: int | None = None
+    op: type | None = None
 
     @nn.compact
     def __call__(self, x):
-        own = {} if self.state_axis is None else {OWG: self.state_axis}
+        own = {} if self.op is None else {OWG: 0}
+        layer = partial(nn.Dense, 16, use_bias=False, dot_general_cls=self.op)
         if self.lift == "vmap":
             dense = nn.vmap(nn.Dense, variable_axes={"params": None, **own}, split_rngs={"params": False})
-            return dense(16, use_bias=False)(x)
+            return dense(*layer.args, **layer.keywords)(x)
 
         def step(layer, x, _):
             return layer(x), None
 
         options = {"variable_broadcast": "params", "variable_axes": own, "split_rngs": {"params": False}}
-        return nn.scan(step, length=3, **options)(nn.Dense(16, use_bias=False), x, None)[0]
+        return nn.scan(step, length=3, **options)(layer(), x, None)[0]
 
 
 @pytest.mark.parametrize("lift", ["scan", "vmap"])
 def test_layers_that_share_their_parameters(lift):
     x = normal(0, 3, 16)
-    model8, variables = trained(Shared(lift), x, recipe=RECIPES["delayed"])
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-    model8, variables = trained(Shared(lift, 0), x, recipe=RECIPES["delayed"])
+    frozen_alike(*trained(Shared(lift), x, recipe=RECIPES["delayed"]), x)
+    by_hand = Shared(lift, fp8.Fp8DotGeneralOp)
     with pytest.raises(ValueError, match="share the parameters of .* each has scaling state of its own"):
-        fp8.freeze(model8, variables)
+        fp8.freeze(by_hand, by_hand.init(jax.random.key(0), x), x)
 
 
 def test_shapes_without_values():
     """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
     model8, variables = trained(Attention(), x[None])
-    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v)[1], variables)
+    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, variables=v)[1], variables)
     served = fp8.freeze(model8, variables)[1]
     assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
 
@@ -520,9 +534,8 @@ def test_layers_with_ops_by_hand():
     """A model that quantize_model did not make is frozen too."""
     model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)
     variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
-    serve, served = fp8.freeze(model, variables, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    assert served["params"]["layers"]["Dense_0"]["kernel"].dtype == E4M3
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(variables, x))
+    _, served = frozen_alike(model, variables, x, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert narrow(served) == {"kernel"}
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])

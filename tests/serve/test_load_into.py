@@ -22,36 +22,17 @@ import fp8flax.nnx as fp8nnx
 from fp8flax._serve.checkpoints import CheckpointTensor
 from tests.cases import OWG, RECIPES, assert_same, normal
 from tests.models import trained
+from tests.serve.net import X, frozen_net
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-class Net(nn.Module):
-    """A layer of each form: a matrix, several output dimensions, several input dimensions, a norm."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(160, name="up")(x)
-        x = nn.DenseGeneral((2, 48), name="heads")(x)
-        x = nn.DenseGeneral(40, axis=(-2, -1), name="out")(x)
-        x = nn.LayerNorm(name="norm")(x)
-        return nn.Dense(3, name="last")(x)
-
-
-X = np.asarray(normal(0, 8, 64))
 TO_HUB = {r"^": "model.", r"\.(kernel|scale)$": ".weight"}
 
 
 def zeros_like(tree):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-
-
-def frozen_net(recipe):
-    weight_only = recipe == "weight_only"
-    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
-    variables["params"]["heads"]["bias"] = normal(1, 2, 48)
-    return variables, *fp8.freeze(model8, variables, weight_only=weight_only)
 
 
 def wide_kernel(params, name, scale_rows, scale_columns):
@@ -78,7 +59,7 @@ def test_own_files(recipe, rename, tmp_path, request):
         ("mxfp8", TO_HUB),
     ):
         request.getfixturevalue("_all_cells")
-    variables, model, served = frozen_net(recipe)
+    _, variables, model, served = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", model, served, rename=rename)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint, rename=rename), served)
@@ -247,6 +228,35 @@ def test_square_weights_with_scales_are_transposed(variable, rename, tmp_path):
     np.testing.assert_array_equal(loaded["params"]["layer"][variable], expected)
 
 
+EXPERTS = {"experts.up": codes_of(0, 3, 6, 4), "experts.up_scale": scales_of(1, 3, 1, 4)}
+
+
+def test_fused_experts_in_both_orders(tmp_path):
+    """Only the shape shows whether such a tensor is (experts, in, out); a name that ends in weight does."""
+    checkpoint = read(tmp_path, EXPERTS)
+    values = checkpoint["experts.up"].dequantize()
+    for kernel, expected in (((3, 6, 4), values), ((3, 4, 6), values.swapaxes(1, 2))):
+        loaded = fp8.load_into({"experts": {"up": jnp.zeros(kernel)}}, checkpoint)
+        np.testing.assert_array_equal(loaded["experts"]["up"], expected)
+    square = {"up": codes_of(0, 3, 4, 4), "up_scale": scales_of(1, 3, 1, 4)}
+    with pytest.raises(ValueError, match=r"does not show whether it is \(\.\.\., out, in\)"):
+        fp8.load_into({"params": {"up": jnp.zeros((3, 4, 4))}}, read(tmp_path, square))
+    named = {f"up.weight{name[2:]}": x for name, x in square.items()}
+    checkpoint = read(tmp_path, named)
+    loaded = fp8.load_into({"params": {"up": {"kernel": jnp.zeros((3, 4, 4))}}}, checkpoint)
+    expected = checkpoint["up.weight"].dequantize().swapaxes(1, 2)
+    np.testing.assert_array_equal(loaded["params"]["up"]["kernel"], expected)
+
+
+def test_frozen_experts_from_a_file_of_the_other_order(tmp_path):
+    """Codes and scales of (experts, in, out) are those of the frozen kernel, bit for bit."""
+    codes = {"experts.up": codes_of(0, 3, 6, 4), "experts.up_scale": scales_of(1, 3, 1, 4)}
+    frozen = {"experts": {"up": jnp.zeros((3, 6, 4), E4M3), "op": {"kernel_scale": jnp.zeros((3, 1, 4))}}}
+    loaded = fp8.load_into(frozen, read(tmp_path, codes))["experts"]
+    np.testing.assert_array_equal(loaded["up"], codes["experts.up"])
+    np.testing.assert_array_equal(loaded["op"]["kernel_scale"], codes["experts.up_scale"])
+
+
 def test_arrays_do_not_depend_on_the_file(tmp_path):
     path, values = tmp_path / "a", np.arange(4096, dtype=np.int32).reshape(64, 64)
 
@@ -292,6 +302,11 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
 @pytest.mark.parametrize(
     ("tensors", "variables", "message"),
     [
+        (
+            {"up.weight": codes_of(0, 3, 3), "up.weight_scale": scales_of(0, 1)},
+            layer_of(((3, 3), jnp.int32)),
+            "must be int32, and is float8_e4m3fn with scales",
+        ),
         (CONV, layer_of(((3, 3, 3, 3),)), "does not become"),
         (STACK, layer_of(((2, 3, 3),)), "does not become"),
         ({"up.weight": codes_of(0, 3, 3)}, layer_of(((3, 3),)), "is float8_e4m3fn without scales"),

@@ -11,6 +11,7 @@ import safetensors
 
 import fp8flax as fp8
 from tests.cases import RECIPES, assert_same, normal, variables_of
+from tests.serve.net import read
 
 
 class Net(nn.Module):
@@ -43,15 +44,6 @@ def frozen(recipe, include="layers", **options):
     return fp8.freeze(model8, variables_of(model8, TOKENS), **options)
 
 
-def read(path):
-    """Returns the tensors of a file; those in FP8 as bytes."""
-    dtypes = {"F8_E4M3": np.uint8, "F32": np.float32}
-    return {
-        name: np.frombuffer(info["data"], dtypes[info["dtype"]]).reshape(info["shape"])
-        for name, info in safetensors.deserialize(path.read_bytes())
-    }
-
-
 @pytest.fixture(scope="module")
 def served():
     return frozen("current")
@@ -71,9 +63,9 @@ def test_renamed(kind, served, save, tmp_path):
 
     path = tmp_path / "model.safetensors"
     save()
-    original = read(path)
+    original, _ = read(path)
     save(rename=TO_TORCH if kind == "patterns" else name_of)
-    tensors = read(path)
+    tensors, config = read(path)
     assert set(tensors) == RENAMED
     for i in "01":
         for last in ("weight", "weight_scale", "bias"):
@@ -85,15 +77,14 @@ def test_renamed(kind, served, save, tmp_path):
     np.testing.assert_array_equal(tensors["wide.kernel"], params["wide"]["kernel"])
     assert_same(fp8.load_into(served[1], fp8.read_checkpoint(path), rename=TO_TORCH), served[1])
     with safetensors.safe_open(path, "np") as file:
-        metadata = file.metadata()
-    assert metadata["format"] == "pt"  # transformers reads no other
-    assert json.loads(metadata["quantization_config"])["ignore"] == ["gate", "head", "wide"]
+        assert file.metadata()["format"] == "pt"  # transformers reads no other
+    assert config["ignore"] == ["gate", "head", "wide"]
 
 
 def test_patterns_one_after_another(save, tmp_path):
     """Each pattern is applied to the names that the patterns before it returned."""
     save(rename={"^layers_": "blocks.", r"^blocks\.1": "last"})
-    names = set(read(tmp_path / "model.safetensors"))
+    names = set(read(tmp_path / "model.safetensors")[0])
     assert {"blocks.0.weight", "last.weight", "last.weight_scale", "last.bias"} <= names
 
 
@@ -133,8 +124,7 @@ CONFIG = {"model_type": "net", "hidden_size": 16, "quantization_config": None}
 def test_config(save, tmp_path):
     path = tmp_path / "config.json"
     save(rename=TO_TORCH, config=CONFIG)
-    with safetensors.safe_open(tmp_path / "model.safetensors", "np") as file:
-        quantization = json.loads(file.metadata()["quantization_config"])
+    _, quantization = read(tmp_path / "model.safetensors")
     assert json.loads(path.read_text()) == {**CONFIG, "quantization_config": quantization}
     assert quantization["ignore"] == ["gate", "head", "wide"]
     save(rename={**TO_TORCH, "^head": "lm"}, config={**CONFIG, "tie_word_embeddings": True})
@@ -193,8 +183,7 @@ def test_what_no_config_describes(lhs, rhs, tmp_path):
         fp8.save_safetensors(path, model, served, config=CONFIG)
     assert not list(tmp_path.iterdir())
     fp8.save_safetensors(path, model, served)
-    with safetensors.safe_open(path, "np") as file:
-        assert "quantization_config" not in file.metadata()
+    assert read(path)[1] is None
 
 
 def test_no_config_describes_convolutions(tmp_path):
@@ -204,9 +193,9 @@ def test_no_config_describes_convolutions(tmp_path):
     with pytest.raises(ValueError, match="the kernel of a convolution in FP8"):
         fp8.save_safetensors(tmp_path / "model", model, served, config=CONFIG)
     fp8.save_safetensors(tmp_path / "model", model, served)
-    with safetensors.safe_open(tmp_path / "model", "np") as file:
-        assert "quantization_config" not in file.metadata()
-        assert file.get_slice("kernel").get_dtype() == "F8_E4M3"
+    tensors, config = read(tmp_path / "model")
+    assert config is None
+    assert tensors["kernel"].dtype == jnp.float8_e4m3fn
 
 
 def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
@@ -225,6 +214,4 @@ def test_kernels_of_convolutions_keep_their_layout(tmp_path):
     with pytest.warns(UserWarning, match="no data"):
         model, served = fp8.freeze(model8, variables)
     fp8.save_safetensors(tmp_path / "model", model, served, rename={"kernel": "weight"})
-    np.testing.assert_array_equal(
-        read(tmp_path / "model")["weight"], np.asarray(served["params"]["kernel"]).view(np.uint8)
-    )
+    np.testing.assert_array_equal(read(tmp_path / "model")[0]["weight"], served["params"]["kernel"])

@@ -1,6 +1,8 @@
 """safetensors files can be read by the library that defines the format, and by NumPy alone."""
 
 import json
+import resource
+import signal
 import sys
 
 import flax.linen as nn
@@ -15,20 +17,7 @@ import safetensors.numpy
 import fp8flax as fp8
 from tests.cases import RECIPES, normal, variables_of
 from tests.models import ALL, MODELS, trained
-
-DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F32": np.float32}
-
-
-def read(path):
-    """Returns what a server reads from a file: names, arrays and the config."""
-    tensors = {
-        name: np.frombuffer(info["data"], DTYPES[info["dtype"]]).reshape(info["shape"])
-        for name, info in safetensors.deserialize(path.read_bytes())
-    }
-    with safetensors.safe_open(path, "np") as file:
-        assert set(file.keys()) == set(tensors)
-        config = file.metadata().get("quantization_config")
-    return tensors, None if config is None else json.loads(config)
+from tests.serve.net import X, frozen_net, read
 
 
 def linear(tensors, name, x, fixed=False):
@@ -47,17 +36,6 @@ def linear(tensors, name, x, fixed=False):
     return x @ (weight * scale).T + tensors[f"{name}.bias"]
 
 
-class Net(nn.Module):
-    """A layer of each form: a matrix, several output dimensions, several input dimensions."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(160, name="up")(x)
-        x = nn.DenseGeneral((2, 48), name="heads")(x)
-        x = nn.DenseGeneral(40, axis=(-2, -1), name="out")(x)
-        return nn.Dense(3, name="last")(x)
-
-
 SHAPES = {"up": (160, 64), "heads": (96, 160), "out": (40, 96)}
 SCALES = {
     "delayed": lambda out, width: (1,),
@@ -73,15 +51,13 @@ SCALES = {
 def test_what_a_server_reads(recipe, tmp_path, request):
     if recipe in ("current", "mxfp8"):
         request.getfixturevalue("_all_cells")
-    x = np.asarray(normal(0, 8, 64))
-    model8, variables = trained(Net(), x, recipe=RECIPES.get(recipe), exclude="last")
-    variables["params"]["heads"]["bias"] = normal(1, 2, 48)
-    model, served = fp8.freeze(model8, variables, weight_only=recipe == "weight_only")
+    _, _, model, served = frozen_net(recipe)
     path = tmp_path / "model.safetensors"
     fp8.save_safetensors(path, model, served)
     tensors, config = read(path)
     names = ("weight", "weight_scale_inv" if recipe == "block128" else "weight_scale", "bias")
-    expected = {f"{layer}.{name}" for layer in SHAPES for name in names} | {"last.kernel", "last.bias"}
+    expected = {f"{layer}.{name}" for layer in SHAPES for name in names}
+    expected |= {"last.kernel", "last.bias", "norm.scale", "norm.bias"}
     if recipe == "delayed":
         expected |= {f"{layer}.input_scale" for layer in SHAPES}
     assert set(tensors) == expected
@@ -91,11 +67,12 @@ def test_what_a_server_reads(recipe, tmp_path, request):
         assert tensors[f"{layer}.{names[1]}"].shape == SCALES[recipe](*shape)
         assert tensors[f"{layer}.bias"].shape == shape[:1]
     # The arithmetic of a server gives the logits of the model.
-    out = x
+    out = X
     for layer in SHAPES:
         out = linear(tensors, layer, out, fixed=recipe == "delayed")
+    out = (out - out.mean(1, keepdims=True)) / np.sqrt(out.var(1, keepdims=True) + np.float32(1e-6))
     out = out @ tensors["last.kernel"] + tensors["last.bias"]
-    expected = np.asarray(jax.jit(model.apply)(served, x))
+    expected = np.asarray(jax.jit(model.apply)(served, X))
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     # The other recipes quantize inputs by current scales, which NumPy does not do here.
     assert error < (1e-5 if recipe == "weight_only" else 0.02 if recipe == "delayed" else 0.1)
@@ -147,7 +124,7 @@ def test_what_a_file_cannot_hold(tmp_path):
     model8 = fp8.quantize_model(Outer(), RECIPES["current"], **ALL)
     variables = model8.init(jax.random.key(0), x)
     model, served = fp8.freeze(model8, variables)
-    with pytest.raises(ValueError, match=r"two/weight and params/two/kernel would both be 'two.weight'"):
+    with pytest.raises(ValueError, match=r"two/kernel and params/two/weight would both be 'two.weight'"):
         fp8.save_safetensors(tmp_path / "model", model, {"params": served["params"]})
     with pytest.raises(ValueError, match=r"'losses' must be dicts of arrays; .* sown values"):
         fp8.save_safetensors(tmp_path / "model", model, {"losses": served["losses"]})
@@ -185,39 +162,56 @@ def test_a_config_for_stored_weights_beside_products_of_activations(tmp_path):
     assert config["ignore"] == []
 
 
-def test_without_the_library(tmp_path, monkeypatch):
-    model, served = fp8.freeze(*trained(nn.Dense(4), np.ones((2, 8), np.float32)))
-    fp8.save_safetensors(tmp_path / "file", model, served)
+@pytest.fixture(scope="module")
+def frozen():
+    return fp8.freeze(*trained(nn.Dense(4), np.ones((2, 8), np.float32)))
+
+
+def test_without_the_library(frozen, tmp_path, monkeypatch):
+    """The library is needed to read files, whose headers it checks."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    for call in (
-        lambda: fp8.save_safetensors(tmp_path / "file", model, served),
-        lambda: fp8.read_checkpoint(tmp_path / "file"),
-    ):
-        with pytest.raises(ImportError, match=r"pip install 'fp8flax\[safetensors\]'"):
-            call()
+    fp8.save_safetensors(tmp_path / "file", *frozen)
+    with pytest.raises(ImportError, match=r"pip install 'fp8flax\[safetensors\]'"):
+        fp8.read_checkpoint(tmp_path / "file")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
-    def save_file(tensors, path, metadata):
-        with open(path, "wb") as file:
-            file.write(b"half")
-        raise safetensors.SafetensorError("No space left on device (os error 28)")
-
-    model, served = fp8.freeze(*trained(nn.Dense(4), np.ones((2, 8), np.float32)))
+def test_a_full_disk_leaves_the_old_file(frozen, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"as it was")
-    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        fp8.save_safetensors(path, model, served)
+    before, ours = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(OSError, match="stays unchanged") as caught:
+            fp8.save_safetensors(path, *frozen)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ours)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == b"as it was"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_to_a_file_stays_a_link(tmp_path):
-    model, served = fp8.freeze(*trained(nn.Dense(4), np.ones((2, 8), np.float32)))
+def test_a_link_to_a_file_stays_a_link(frozen, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "file")
-    fp8.save_safetensors(link, model, served)
+    fp8.save_safetensors(link, *frozen)
     assert link.is_symlink()
     assert "kernel.weight" in fp8.read_checkpoint(tmp_path / "file")
+
+
+def test_equal_saves_give_equal_files(frozen, tmp_path):
+    for i in range(12):
+        fp8.save_safetensors(tmp_path / str(i), *frozen)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_into_a_folder_with_an_index(frozen, tmp_path):
+    """Loaders would read the files that the index lists, so nothing is written."""
+    index, path = tmp_path / "model.safetensors.index.json", tmp_path / "model.safetensors"
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match=r"has model\.safetensors\.index\.json"):
+        fp8.save_safetensors(path, *frozen)
+    assert list(tmp_path.iterdir()) == [index]
+    fp8.save_safetensors(tmp_path / "other.safetensors", *frozen)
+    index.unlink()
+    fp8.save_safetensors(path, *frozen)

@@ -14,24 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._serve import weights as linen_weights
-from fp8flax.nnx import safetensors as nnx_weights
 from tests.cases import RECIPES, normal
-from tests.models import trained
+from tests.serve.net import X, frozen_net
 
-
-class Net(nn.Module):
-    """A layer of each form in FP8, and a wide one."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(256, name="up")(x)
-        x = nn.DenseGeneral((8, 32), name="heads")(x)
-        x = nn.DenseGeneral(64, axis=(-2, -1), name="out")(x)
-        return nn.Dense(3, use_bias=False, name="last")(x)
-
-
-X = np.asarray(normal(0, 8, 64))
 RENAME = {"^(up|heads|out)": r"model.\1_proj", "last.kernel": "last.weight"}
 
 
@@ -50,77 +35,28 @@ def assert_as_in_file(weights, path):
 def test_bits_are_those_of_the_file(recipe, tmp_path, request):
     if recipe in ("current", "mxfp8"):
         request.getfixturevalue("_all_cells")
+    model8, variables, *frozen = frozen_net(recipe)
+    fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     options = {"weight_only": recipe == "weight_only"}
-    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
-    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables, **options), rename=RENAME)
-    weights = fp8.weights_for_serving(model8, variables, rename=RENAME, **options)
-    assert_as_in_file(weights, tmp_path / "a")
+    weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME, **options)
+    for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
+        assert_as_in_file(weights, tmp_path / "a")
     assert "model.heads_proj.weight" in weights
 
 
 def test_one_program_serves_all_steps(tmp_path):
-    """A second program is made for other options only; the values are those of the step."""
-    model8, variables = trained(Net(), X, recipe=RECIPES["delayed"], exclude="last")
-    linen_weights._weights.clear_cache()
-    count, seen = linen_weights._weights._cache_size, set()
+    """The user compiles it as a function of the variables; the values are those of the step."""
+    model8, variables, *_ = frozen_net("delayed")
+    weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, rename=RENAME))
+    seen = set()
     for _ in range(3):
         variables = {**variables, "params": jax.tree.map(lambda x: x * 1.5, variables["params"])}
-        weights = fp8.weights_for_serving(model8, variables, rename=dict(RENAME))
+        weights = weights_of(variables)
         seen.add(np.asarray(weights["model.up_proj.weight"]).tobytes())
-    assert count() == 1
+    assert weights_of._cache_size() == 1
     assert len(seen) == 3
     fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
     assert_as_in_file(weights, tmp_path / "a")
-    fp8.weights_for_serving(model8, variables, rename={"^up": "down"})
-    assert count() == 2
-
-
-class Methods(nn.Module):
-    """A model that uses its second layer in another method only."""
-
-    def setup(self):
-        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
-
-    def __call__(self, x):
-        return self.first(x)
-
-    def both(self, x):
-        return self.second(self.first(x))
-
-
-def test_a_method_that_ran_later_is_found():
-    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
-    x = np.ones((2, 8), np.float32)
-    variables = model8.init(jax.random.key(0), x, method="both")
-    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
-    model8.apply(variables, x)
-    assert fp8.weights_for_serving(model8, variables).keys() == {
-        "first.weight",
-        "first.weight_scale",
-        "second.kernel",
-    }
-    model8.apply(variables, x, method="both")
-    assert "second.weight" in fp8.weights_for_serving(model8, variables)
-
-
-class ReadElsewhere(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, use_bias=False, name="dense")(x)
-
-    def norm(self):
-        return jnp.sum(self.variables["params"]["dense"]["kernel"] ** 2)
-
-
-def test_a_method_that_ran_later_and_reads_a_kernel():
-    """Then the kernel stays wide, as ``freeze`` leaves it."""
-    model8 = fp8.quantize_model(ReadElsewhere(), RECIPES["current"], include=".*")
-    x = np.ones((2, 8), np.float32)
-    variables = model8.init(jax.random.key(0), x)
-    assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.weight", "dense.weight_scale"}
-    model8.apply(variables, method="norm")
-    with pytest.warns(UserWarning, match="something else than an FP8 op reads it too"):
-        assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.kernel"}
 
 
 def test_ops_that_are_given_by_hand():
@@ -136,7 +72,7 @@ def test_ops_that_are_given_by_hand():
 
 
 def test_errors():
-    model8, variables = trained(Net(), X, recipe=RECIPES["current"], exclude="last")
+    model8, variables, *_ = frozen_net("current")
     state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"must be the collections .*; got TrainState\. Pass state\.params"):
         fp8.weights_for_serving(model8, state)
@@ -147,10 +83,10 @@ def test_errors():
         fp8.weights_for_serving(model8, variables, rename={"down": "up"})
     with pytest.raises(ValueError, match="it is frozen already"):
         fp8.weights_for_serving(*fp8.freeze(model8, variables))
-    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.weights_for_serving"):
-        fp8.weights_for_serving(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {})
-    with pytest.raises(TypeError, match=r"fp8flax\.weights_for_serving"):
-        fp8nnx.weights_for_serving(model8, X)
+    with pytest.raises(TypeError, match=r"variables must be the collections of the model; got ndarray"):
+        fp8.weights_for_serving(model8, X)
+    with pytest.raises(TypeError, match=r"must be a flax\.nnx\.Module or a flax\.linen\.Module; got dict"):
+        fp8.weights_for_serving(variables, X)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -158,8 +94,8 @@ def test_errors():
 @pytest.mark.parametrize("recipe", ["axiswise", "block128"])
 def test_sharded_variables(recipe, axis_type, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
-    model8, variables = trained(Net(), X, recipe=RECIPES[recipe], exclude="last")
-    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
+    model8, variables, *frozen = frozen_net(recipe)
+    fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
     def sharded(x, dim):
@@ -169,7 +105,7 @@ def test_sharded_variables(recipe, axis_type, tmp_path):
     for dim, in_file in ((0, 1), (1, 0)):
         shards = jax.tree.map(lambda x, dim=dim: sharded(x, dim), variables)
         with jax.set_mesh(mesh):
-            weights = fp8.weights_for_serving(model8, shards, rename=RENAME)
+            weights = jax.jit(partial(fp8.weights_for_serving, model8, rename=RENAME))(shards)
         assert_as_in_file(weights, tmp_path / "a")
         for name in ("up", "heads"):
             weight = weights[f"model.{name}_proj.weight"]
@@ -197,16 +133,15 @@ TO_HUB = {"^layers": "model.layers"}
 @pytest.mark.parametrize("recipe", ["delayed", "axiswise"])
 def test_nnx(recipe, tmp_path):
     model, x = NnxNet(RECIPES[recipe]), normal(0, 4, 16)
-    nnx_weights._weights.clear_cache()
+    weights_of = nnx.jit(lambda model: fp8.weights_for_serving(model, x, rename=TO_HUB))
     seen = set()
     for _ in range(2):
         nnx.update(model, jax.tree.map(lambda x: x * np.float32(1.5), nnx.state(model, nnx.Param)))
-        weights = fp8nnx.weights_for_serving(model, x, rename=TO_HUB)
+        weights = weights_of(model)
         seen.add(np.asarray(weights["last.kernel"]).tobytes())
-    assert nnx_weights._weights._cache_size() == 1
     assert len(seen) == 2
-    frozen, other = fp8nnx.freeze(model, x), fp8nnx.freeze(model, x)
-    fp8nnx.save_safetensors(tmp_path / "a", frozen, rename=TO_HUB)
+    frozen, other = fp8.freeze(model, x), fp8.freeze(model, x)
+    fp8.save_safetensors(tmp_path / "a", frozen, rename=TO_HUB)
     assert_as_in_file(weights, tmp_path / "a")
     assert weights["model.layers.0.weight"].shape == (64, 16)
     target = jax.tree.map(jnp.zeros_like, nnx.state(other, nnx.Not(nnx.RngState)))
@@ -214,5 +149,5 @@ def test_nnx(recipe, tmp_path):
     nnx.update(other, fp8.load_into(target, checkpoint, rename=TO_HUB))
     np.testing.assert_array_equal(other(x), frozen(x))
     with pytest.raises(ValueError, match="it is frozen already"):
-        fp8nnx.weights_for_serving(frozen, x)
+        fp8.weights_for_serving(frozen, x)
     assert model.layers[0].kernel.get_value().dtype == jnp.float32

@@ -423,9 +423,12 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
         fp8.check_state(average)
     with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
         fp8.add_fp8_state(average, model, X)
+    with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
+        fp8.freeze(model, average, X)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The scaling state")
         fp8.add_fp8_state(variables, model, X)
+        fp8.freeze(model, variables, X)
 
 
 class Stack(nn.Module):

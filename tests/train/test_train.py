@@ -297,6 +297,19 @@ class TestSignature:
         history = new["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
         assert history[0] == 2 * np.max(np.abs(X))
 
+    def test_a_jitted_function_in_the_loss_is_traced_once(self):
+        traces = []
+
+        @jax.jit
+        def apply(variables):
+            traces.append(1)
+            return mse(variables, X)
+
+        gradient = fp8.value_and_grad(lambda variables: apply(variables) + apply(variables))
+        gradient(VARIABLES)
+        jax.jit(gradient)(trained())
+        assert len(traces) == 1
+
     def test_frozen_dict(self):
         grads = fp8.grad(mse)(flax.core.freeze(VARIABLES), X)
         assert isinstance(grads, flax.core.FrozenDict)
