@@ -1,1 +1,1 @@
-"""Pure functions of arrays: formats, scaling, GEMMs of FP8 operands. Knows no Linen and no NNX."""
+"""All that Linen and NNX share: formats, scaling, recipes, state, GEMMs, ops."""

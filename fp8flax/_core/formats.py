@@ -14,6 +14,9 @@ _E4M3_FNUZ, _E5M2_FNUZ = np.dtype(jnp.float8_e4m3fnuz), np.dtype(jnp.float8_e5m2
 FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
 """The dtypes that a tensor may be quantized to."""
 
+E5M2, OCP_DTYPES = _E5M2, frozenset((_E4M3, _E5M2))
+"""The dtype with more range, and the dtypes that NVIDIA GPUs multiply."""
+
 
 class Format(enum.Enum):
     """The FP8 dtypes of the forward pass and of the backward pass, as ``(forward, backward)``.

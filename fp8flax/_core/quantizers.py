@@ -302,8 +302,8 @@ class BlockQuantizer(Quantizer):
         """Returns the number of elements per block along each dimension of a tensor.
 
         The columns of a block run along the last contracted dimension, its rows along the last free one. If
-        several dimensions are contracted, or free with blocks of several rows, all but the last must be
-        multiples of the block, which ``canonical`` takes care of.
+        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
+        multiple of the block, which ``canonical`` takes care of.
         """
         block = [1] * dims.ndim
         for places, size in ((dims.free, self.block[0]), (dims.contract, self.block[1])):

@@ -396,9 +396,8 @@ class Float8BlockScaling(Recipe):
     """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
 
     There is no scaling state. Inputs and output gradients are quantized once for each of their two GEMMs,
-    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. A kernel
-    that is contracted over several dimensions, in another order than it stores them, is quantized twice.
-    The scales differ along the contraction, so they are applied inside the GEMM.
+    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. The
+    scales differ along the contraction, so they are applied inside the GEMM.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.

@@ -170,9 +170,8 @@ def push_amax(
 ) -> Float32[jax.Array, "*stack length"]:
     """Returns ``amax_history`` of shape ``(..., length)`` rolled by -1, with ``amax`` at index 0.
 
-    If the entry at index 0 of the old history is not finite, it becomes 0. A NaN or an Inf in a tensor
-    gives an amax of inf. A user's training loop that does not check the new state stores this inf in the
-    history. The inf then lasts for one step only.
+    If the entry at index 0 of the old history is not finite, it becomes 0: an inf that another library left
+    in the history lasts for one step only.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
     # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,

@@ -126,7 +126,7 @@ def quantize_model(
     Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
     on an H100.)
     """
-    if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str)):
+    if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str | type)):
         recipe, *inputs = inputs  # type: ignore[assignment]
     options = Rules(
         recipe=recipe,

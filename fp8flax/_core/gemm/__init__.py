@@ -1,1 +1,1 @@
-"""GEMMs and casts: requests, their references in plain JAX, and what a GPU runs in their place."""
+"""How a device multiplies FP8 operands, and quantizes tensors for it."""

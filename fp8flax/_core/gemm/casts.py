@@ -1,4 +1,4 @@
-"""Quantizes a tensor in blocks, for both GEMMs that it enters: by one GPU kernel on Hopper."""
+"""Quantizes a tensor in blocks, for both GEMMs that it enters: by one GPU kernel on Hopper and Ada."""
 
 from __future__ import annotations
 

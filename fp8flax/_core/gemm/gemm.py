@@ -1,12 +1,13 @@
-"""Multiplies two operands, quantized or wide: the only file that decides how a GEMM runs.
+"""Multiplies two operands, quantized or wide: the file that decides how a GEMM runs.
 
 On NVIDIA GPUs a product of FP8 codes runs, in this order of preference, by
 
 * cublasLt, or a GPU kernel that XLA makes, if the scales do not change along the contraction;
 * the units of Blackwell, or our GPU kernel for Hopper, if they do;
-* a GEMM of the dequantized values, if the GPU has none of these.
+* a GEMM of the dequantized values, if scales change along the contraction and the GPU has none of these.
 
-On all other devices the same values are multiplied in float32.
+On all other devices the same values are multiplied in float32 (in float64 for a float64 result). ``ragged``
+decides how the products with the kernels of experts run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax.sharding import AxisType
 
 from fp8flax._compat.choice_at_lowering import row_major, unless_partitioned
 from fp8flax._core.axes import vary_alike
+from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
@@ -34,7 +36,7 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
-from fp8flax._core.gemm.units import is_for_hopper
+from fp8flax._core.gemm.units import has_units_for_blocks
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
@@ -207,9 +209,6 @@ def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array
 
 # One scale per tensor, or per slice along the contraction.
 
-_E5M2 = np.dtype(jnp.float8_e5m2)
-_OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), _E5M2}
-
 _TINY = 100
 """XLA for GPUs multiplies matrices with fewer elements than this in both operands without a GEMM.
 
@@ -226,7 +225,7 @@ The largest power of two below the 440 rows of its estimate; not measured on a G
 
 def _is_in_fp8(a: QTensor, b: QTensor) -> bool:
     """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
-    return {a.codes.dtype, b.codes.dtype} <= _OCP_DTYPES
+    return {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES
 
 
 def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | None:
@@ -241,7 +240,7 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
         gemm.accumulation in ALGORITHMS
         and not any(size % _CUBLASLT_MULTIPLE for size in sizes)
         # cublasLt does not multiply e5m2 by e5m2.
-        and not a.codes.dtype == b.codes.dtype == _E5M2
+        and not a.codes.dtype == b.codes.dtype == E5M2
         and not _is_decoding(gemm, capability, rows)
     )
     return partial(_cublaslt if fits_cublaslt else _xla_kernel, gemm)
@@ -278,7 +277,7 @@ def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     def product(dtype: Any) -> jax.Array:
         left, dims = row_major(a.codes), gemm.dims
-        if is_in_pairs := _is_lost(gemm, a, b):
+        if is_in_pairs := _needs_row_pairs(gemm, a, b):
             left, dims = left.reshape(-1, 2, left.shape[1]), (((2,), (0,)), ((), ()))
         with jax.named_scope(CUBLASLT):
             out = _dot(gemm._replace(dims=dims), left, row_major(b.codes), precision, dtype)
@@ -307,7 +306,7 @@ _MIN_FOR_PAIRS = 256
 could leave a device with a single row, for which XLA cannot compile the algorithm."""
 
 
-def _is_lost(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
+def _needs_row_pairs(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
     """Returns whether rows are multiplied in pairs, because XLA would lose the algorithm.
 
     Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
@@ -340,7 +339,7 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
 # Scales that change along the contraction.
 
 _MAX_ELEMENTS = 2**31
-"""Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this."""
+"""Our GPU kernel counts elements in 32 bits, so it supports only fewer elements than this."""
 
 
 def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
@@ -419,13 +418,14 @@ def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
     if not is_usual or capability < NATIVE_FP8:
         return _in_bfloat16
     one, other = a.quantizer, b.quantizer
+    if not has_units_for_blocks(one, other, capability):
+        return _in_bfloat16
     if capability >= NATIVE_MX:
-        has_units = one.has_mx_scales and other.has_mx_scales and one.block[1] == other.block[1]
-        return _blackwell if has_units else _in_bfloat16
+        return _blackwell
     rows, depth, columns = (_up(size) for size in gemm.sizes(a, b))
     batch = math.prod(a.shape[: gemm.num_batch])
     is_small = batch * max(rows * depth, columns * depth, rows * columns) < _MAX_ELEMENTS
-    return _hopper if is_small and is_for_hopper(one, other, capability) else _in_bfloat16
+    return _hopper if is_small else _in_bfloat16
 
 
 def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:

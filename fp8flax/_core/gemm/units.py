@@ -1,7 +1,7 @@
 """Which recipes run in FP8 units on a GPU, and the warning if the current device has none.
 
-The functions decide from dtypes and scales alone, for warnings and reports. ``lowering``, which also knows
-the shapes, chooses what runs.
+The functions decide from dtypes and scales alone, for warnings and reports. ``gemm``, which also knows the
+shapes, chooses what runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import warnings
 
 import jax
 
+from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
@@ -20,31 +21,22 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantizers import Quantizer
+from fp8flax._core.quantizers import BlockQuantizer
 from fp8flax._core.recipes import GemmRecipe
 
 
-def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
-    """Returns whether our GPU kernel for Hopper can multiply operands of these quantizers, on this GPU.
-
-    Both operands must have float32 scales per 128 columns, in FP8 dtypes that the kernel multiplies.
-    """
-    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
-    return is_hopper(capability) and has_128_columns and multiplies_dtypes(lhs.dtype, rhs.dtype)
-
-
-def has_units_for_blocks(recipe: GemmRecipe, capability: float) -> bool:
+def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: float) -> bool:
     """Returns whether a GPU multiplies operands with scales per block in FP8 units.
 
-    Blackwell has units for scales that are powers of two. On Hopper our own GPU kernel uses the FP8 units,
-    with float32 scales per 128 columns.
+    Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
+    e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
     """
-    lhs, rhs = recipe.lhs, recipe.rhs
-    assert lhs is not None
-    assert rhs is not None
-    if capability < NATIVE_MX:
-        return is_for_hopper(lhs, rhs, capability)
-    return lhs.has_mx_scales and rhs.has_mx_scales
+    dtypes = {lhs.dtype, rhs.dtype}
+    if capability >= NATIVE_MX:
+        has_scales = lhs.has_mx_scales and rhs.has_mx_scales and lhs.block[1] == rhs.block[1]
+        return has_scales and dtypes <= OCP_DTYPES and dtypes != {E5M2}
+    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return is_hopper(capability) and has_128_columns and multiplies_dtypes(lhs.dtype, rhs.dtype)
 
 
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
@@ -67,7 +59,9 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
             stacklevel=1,
         )
     elif not all(
-        has_kernel and has_units_for_blocks(one, capability) for one in recipes if _has_block_scales(one)
+        has_kernel and has_units_for_blocks(one.lhs, one.rhs, capability)
+        for one in recipes
+        if isinstance(one.lhs, BlockQuantizer) and isinstance(one.rhs, BlockQuantizer)
     ):
         warnings.warn(
             f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
@@ -76,8 +70,3 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
             Fp8EmulationWarning,
             stacklevel=1,
         )
-
-
-def _has_block_scales(recipe: GemmRecipe) -> bool:
-    """Returns whether both operands have scales that change along the contraction."""
-    return all(q is not None and q.scales_along_contraction for q in (recipe.lhs, recipe.rhs))

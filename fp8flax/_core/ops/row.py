@@ -1,6 +1,6 @@
 """The table of ops: a row holds all that the rest of the package needs to know about an op.
 
-The Linen ops, the NNX ops, conversion, reports and freezing read the rows, which ``plans.ops`` defines.
+The Linen ops, the NNX ops, conversion, reports and freezing read the rows, which ``ops.ops`` defines.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class OpRow:
         plain: ``plain(lhs, rhs, *arguments)`` computes the op without FP8.
         in_fp8: ``in_fp8(lhs, rhs, *arguments, states=, recipe=, is_frozen=)`` computes the op in FP8. It
             also takes ``form=`` if the row ``has_form``. If the row has a ``plan``, it takes
-            ``stored_kernel=`` and ``input_scale=``, see ``contract``.
+            ``stored_kernel=`` and ``input_scale=``, see ``modes.run``.
         sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the ``GemmSizes`` of the op.
         call: the signature of the op.
         plan: ``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op. The recipe is in parts, a
-            ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and
-            multiplies by them. If None, a frozen model stores codes of kernels with delayed scaling only,
-            and dequantizes them.
+            ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and multiplies by
+            them. If None, a frozen model stores codes of kernels with delayed scaling only, and dequantizes
+            them.
         has_form: whether the op has the option ``form``, see ``Fp8DotGeneralOp``.
         primitive: name of the JAX primitive that a converted Linen model computes by this op; None if a
             model is not converted to it.

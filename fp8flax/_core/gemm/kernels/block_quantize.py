@@ -47,11 +47,11 @@ def block_quantize(
         interpret: whether to run the kernel step by step on any device, for tests.
 
     Returns:
-        Two pairs of codes and float32 scales. The codes of the first pair have shape ``(batch, M, N)``,
-        the scales ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` with ``is_square``. The second
-        pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those of
-        ``BlockQuantizer``. As there, columns are padded with zeros to a multiple of 128, and with
-        ``is_square`` rows, too.
+        Two pairs of codes and float32 scales. The codes of the first pair have shape ``(batch, M, N)``, and
+        columns are padded with zeros to a multiple of 128, with ``is_square`` rows, too. The scales have
+        the shape ``(batch, M, ceil(N / 128))``, or ``(batch, ceil(M / 128), ceil(N / 128))`` with
+        ``is_square``. The second pair is the same for the transpose, ``(batch, N, M)``. Codes and scales
+        equal those of ``BlockQuantizer``, whose codes have no padding.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

@@ -1,7 +1,7 @@
 """A GEMM in tiles: a GPU kernel in Mosaic GPU for Hopper's FP8 units.
 
 A ``Tiling`` says which rows of the operands each tile of the result is computed from. ``block_gemm_hopper``
-has the tiling of a stack of matrices, ``cuda_ragged`` those of a ragged dot.
+has the tiling of a stack of matrices, ``gemm.ragged`` those of a ragged dot.
 """
 
 from __future__ import annotations
