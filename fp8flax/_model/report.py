@@ -90,7 +90,8 @@ class ModelReport:
                 *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
             )
             table.add_row(*map(Text, cells))
-        console = Console(file=io.StringIO(), width=10_000, color_system=None)
+        # In a notebook rich would also display the table by itself.
+        console = Console(file=io.StringIO(), width=10_000, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(table)
         lines = [line.rstrip() for line in capture.get().splitlines()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import flax.core
@@ -149,6 +150,7 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
     return _change_length(value, differing[0], leaf.shape[differing[0]])
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def _change_length(history: Any, axis: int, length: int) -> jax.Array:
     """Returns a history of the newest ``length`` amaxes; zeros stand for amaxes that are not known."""
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.

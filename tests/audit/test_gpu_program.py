@@ -84,7 +84,8 @@ def test_bytes_and_kernels_beside_flax():
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
     total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
     assert {g.backend for g in ours.gemms} == {"cublasLt"}
-    assert ours.num_kernels <= 19
+    # The op makes the digests of three states by itself, each in kernels of its own.
+    assert ours.num_kernels <= 24
     assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
     assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
     assert all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in ours_by_xla.gemms)
@@ -156,7 +157,7 @@ def test_every_scale_is_applied_in_float32(name, monkeypatch):
     report = fp8.audit(step, *args)
     (text,) = (program.as_text() for program in programs)
     runs_three_of_three(report)
-    assert report.num_kernels <= 21
+    assert report.num_kernels <= 24
     assert report.gemm_bytes + report.other_bytes < (mebibytes + 1) * MIB
     assert not re.findall(r"= bf16\[[\d,]*\]\S* (?:multiply|divide)\(", text)
     assert not re.findall(r"= bf16\[8?\]\S* convert\(", text)
@@ -461,7 +462,7 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
 @pytest.mark.parametrize(
     ("recipe", "launches", "mib"),
     [
-        (FOR_EXPERTS, 24, 1100),
+        (FOR_EXPERTS, 25, 1100),
         (fp8.Float8BlockScaling(), 22, 1210),
     ],
     ids=["delayed", "blocks"],

@@ -182,17 +182,17 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
     """
     quantizer, _ = plan.recipe.of_role("kernel")
 
-    def pack(kernel: jax.Array) -> QTensor:
+    def pack(kernel: jax.Array, scale: Any) -> QTensor:
         x = plan.canonical("kernel", kernel, ())
         return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
 
     sharding = explicit_sharding(kernel)
-    if sharding is None:
-        return pack(kernel)
+    if sharding is None or not plan.is_automatic:
+        return pack(kernel, scale)
     # JAX cannot derive the sharding of a reshape.
     mesh = sharding.mesh
     out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), quantizer)
-    return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel)
+    return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel, scale)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
