@@ -187,7 +187,7 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
         return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
 
     sharding = explicit_sharding(kernel)
-    if sharding is None or not plan.is_automatic:
+    if sharding is None:
         return pack(kernel, scale)
     # JAX cannot derive the sharding of a reshape.
     mesh = sharding.mesh
