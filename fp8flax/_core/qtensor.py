@@ -61,7 +61,8 @@ class QTensor:
         scale: a scalar, or one dimension for each dimension of the tensor: of its size, or of size 1 where
             all elements share a scale. With scales per block, the number of blocks.
         quantizer: the quantizer that made the codes and the scales.
-        block: with scales per block, the number of elements per block along each dimension; else empty.
+        block: with scales per block, the number of elements per block along each dimension; else empty. It
+            is also empty in the stored kernel of a frozen model, whose scales have another layout.
     """
 
     codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]

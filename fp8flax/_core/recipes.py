@@ -78,7 +78,7 @@ class GemmRecipe:
     ``"fast"`` and ``"exact"`` ask for cublasLt, which takes sizes that are multiples of 16. These GEMMs run
     as ``"default"`` instead:
 
-    * a GEMM with a size that is not a multiple of 16
+    * a GEMM with a size that is not a multiple of 16 (a tiny one, of fewer than 100 elements, is emulated)
     * e5m2 times e5m2, which cublasLt does not have
     * on Hopper, ``"fast"`` GEMMs of a frozen kernel and up to 256 rows, as in decoding, because the
       transposed copy of the kernel would take longer

@@ -184,9 +184,8 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
     """Returns ``out``, the product of the codes, times the scales of both operands, in ``out_dtype``."""
     a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
     b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
-    if not a_scale.ndim:
-        # XLA would multiply two constant scales (of a closed-over model), and could overflow.
-        a_scale = lax.optimization_barrier(a_scale)
+    # XLA would multiply constant scales (of a closed-over model) with each other, and could overflow.
+    a_scale, b_scale = (x if x.ndim else lax.optimization_barrier(x) for x in (a_scale, b_scale))
     if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
         out = out * a_scale.astype(out.dtype) * b_scale.astype(out.dtype)
     else:
@@ -397,8 +396,8 @@ def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     is_explicit = any(AxisType.Explicit in jax.typeof(x.codes).sharding.mesh.axis_types for x in (a, b))
     on_shards = None
     if capability > 0 and not is_explicit:
-        name = BLOCK_GEMM_HOPPER if _on_one_gpu(gemm, a, b) is _hopper else DEQUANTIZED
-        name = "" if _on_one_gpu(gemm, a, b) is _blackwell else name
+        names = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}
+        name = names.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
         on_shards = partial(gemm_on_shards, _of_part, gemm, name=name)
     on_gpu = partial(unless_partitioned, partial(_of_part, gemm), several, on_shards=on_shards)
     out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)

@@ -1,4 +1,4 @@
-"""The FP8 contraction and its gradients: the only ``custom_vjp`` of the ops. Read this file first.
+"""The FP8 contraction and its gradients: the ``custom_vjp`` of the direct form. Read this first.
 
 A contraction multiplies an input ``x`` by a kernel ``w``. In the backward pass the output gradient ``g``
 is multiplied by the kernel (dgrad, the gradient of the input) and by the input (wgrad, the gradient of the
@@ -90,8 +90,8 @@ class Operand(NamedTuple):
 class Contraction:
     """The static description of a contraction (hashable), and its products.
 
-    Each op has a subclass. Methods take tensors by their role. A tensor is multiplied in its canonical
-    form, which ``canonical`` makes.
+    Ops with other products have other subclasses. Methods take tensors by their role. A tensor is
+    multiplied in its canonical form, which ``canonical`` makes.
     """
 
     recipe: CustomRecipe
@@ -235,9 +235,9 @@ def _contract_fwd(
     """Runs the forward pass; returns the result and the residuals."""
     out, kept, amaxes = _forward(plan, *operands, extra, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
-    wide = checkpoint_name(operands[0], _INPUT_NAME) if kept[0] is None else None, operands[1]
-    kept = tuple(x if codes is None else codes for x, codes in zip(wide, kept))
-    return out, _Residuals(kept, extra, scales, amaxes)
+    x, w = kept
+    x = checkpoint_name(operands[0], _INPUT_NAME) if x is None else x
+    return out, _Residuals((x, operands[1] if w is None else w), extra, scales, amaxes)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -254,8 +254,8 @@ def fp8_conv_general_dilated(
     convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes. The operands
     stay wide for the backward pass, and JAX can differentiate the convolution any number of times.
 
-    The arguments up to ``preferred_element_type``, the result and the errors are those of ``ConvCall``; the
-    others are those of ``fp8_dot_general``.
+    The arguments up to ``preferred_element_type`` and the result are those of ``ConvCall``, the errors
+    those of ``Fp8ConvGeneralDilatedOp``, the other arguments those of ``fp8_dot_general``.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     arguments = (

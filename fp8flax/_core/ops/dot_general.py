@@ -307,7 +307,7 @@ def fp8_dot_general(
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
-    The operands, the result and the errors are those of ``DotGeneralCall``.
+    The operands and the result are those of ``DotGeneralCall``, the errors those of ``Fp8DotGeneralOp``.
 
     Args:
         lhs: the input.

@@ -128,8 +128,8 @@ def fp8_ragged_dot(
     its own scales, with a state of shapes ``(experts, 1)`` and ``(experts, amax_history_len)``. In wgrad, a
     block of 128 rows with one scale may hold rows of several experts.
 
-    The arguments up to ``preferred_element_type``, the result and the errors are those of
-    ``RaggedDotCall``; the others are those of ``fp8_dot_general``.
+    The arguments up to ``preferred_element_type`` and the result are those of ``RaggedDotCall``, the errors
+    those of ``Fp8RaggedDotOp``, the other arguments those of ``fp8_dot_general``.
 
     Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
     arXiv:2211.15841.

@@ -226,6 +226,15 @@ def test_scales_that_are_constants():
     np.testing.assert_allclose(out, np.full((4, 8), 32 * 1e-25 * 1e-13), rtol=1e-6)
 
 
+def test_zeros_under_large_scales_that_are_constants():
+    """The product of the scales is inf, and zero times inf would be NaN."""
+    x, w = np.zeros((4, 32), jnp.bfloat16), np.zeros((32, 8), jnp.bfloat16)
+    recipe = IN_RANGE["delayed"]
+    states = calibrated(recipe, *[np.full(1, 4e32, np.float32)] * 3)
+    out = jax.jit(lambda x, w: fp8_dot_general(x, w, MATMUL, states=states, recipe=recipe))(x, w)
+    np.testing.assert_array_equal(out, np.zeros((4, 8)))
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", [pytest.param("axiswise", marks=pytest.mark.long), "128 blocks, float32"])
 def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
