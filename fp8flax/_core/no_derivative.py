@@ -9,8 +9,8 @@ import jax
 
 DIFFERENTIATED_ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "pass form='qdq' to Fp8DotGeneralOp, Fp8Einsum or quantize_model, with delayed scaling. (Other matmuls "
-    "have no second derivative.) Or turn FP8 off for this part with fp8flax.autocast(enabled=False)."
+    "pass form='qdq' to the op, or to quantize_model, with delayed scaling. (Fp8RaggedDotOp has no second "
+    "derivative.) Or turn FP8 off for this part with fp8flax.autocast(enabled=False)."
 )
 
 
