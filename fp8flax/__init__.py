@@ -89,7 +89,7 @@ from fp8flax._core.ops.dot_general import dot_general_with_precision as dot_gene
 from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
 from fp8flax._core.qdq import in_q as in_q, in_qdq as in_qdq, out_dq as out_dq, out_qdq as out_qdq
 from fp8flax._core.quantize import qdq as qdq
-from fp8flax._core.amax import compute_amax_history as compute_amax_history
+from fp8flax._core.scaling import compute_amax_history as compute_amax_history
 from fp8flax._core.scaling import compute_scale as compute_scale
 from fp8flax._linen.ops import (
     Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp,

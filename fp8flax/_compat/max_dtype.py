@@ -4,11 +4,10 @@ Reverse-mode differentiation adds the cotangents of a value that is used twice. 
 instead. JAX lets an *extended dtype* define its own rule for that sum. So the cotangent of a float32 array
 that is cast to this dtype, and then read in many places, is the elementwise maximum over these places.
 
-Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.debugging``, ``jax._src.dtypes``,
-``jax._src.earray``, ``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
-``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which define extended dtypes, their arrays,
-their derivatives and how they are printed; ``jax.extend.core`` and ``jax.interpreters``, to define
-primitives.
+Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
+``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
+``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which define extended dtypes, their arrays
+and their derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,13 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import ad_util, core, debugging, dtypes, earray, sharding_impls, tree_util
+from jax._src import ad_util, core, dtypes, earray, sharding_impls, tree_util
 from jax._src.interpreters import ad, pxla
 from jax._src.numpy import array_methods
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-
-from fp8flax._compat.replacing import Replacing
 
 
 class _MaxDtypeRules:
@@ -56,11 +54,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
-        """Returns an array whose elements all have the value, or the values, ``fill_value``."""
-        fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
-        shape = (*shape, *dtype.element_shape)
-        dims = range(len(shape) - np.ndim(fill_value), len(shape))
-        return of_floats(dtype, lax.broadcast_in_dim(fill_value, shape, dims))
+        return of_floats(dtype, jnp.full((*shape, *dtype.element_shape), fill_value, dtype.float_dtype))
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
@@ -117,18 +111,6 @@ class MaxArray(earray.EArray):
     def addressable_shards(self) -> Any:
         """The shards of the float32 buffer; ``jax_debug_nans`` looks at them."""
         return self._data.addressable_shards
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        """Returns the floats as a NumPy array; for a digest, its scales (the first of its numbers)."""
-        values = np.asarray(self._data)
-        values = values.reshape(*self.shape, math.prod(self.dtype.element_shape))[..., 0]
-        return np.array(values, dtype, copy=copy)
-
-    def __repr__(self) -> str:
-        return repr(self.__array__())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.__array__(), spec)
 
 
 # Registers the array class with JAX: its type, how it is passed to a compiled function, that it needs no
@@ -201,10 +183,8 @@ Example:
 """
 
 
-DIGEST_SIZE = 3
-"""How many float32 numbers one element of ``digest_dtype`` has: one for each field of ``state.Digest``."""
-digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
-"""The dtype of a digest, which takes the place of a scale during a step.
+digest_dtype = MaxDtype(np.dtype(np.float32), (3,))
+"""The dtype of a digest, which takes the place of a scale during a step (see ``state.state``).
 
 Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
 maximum."""
@@ -213,11 +193,6 @@ maximum."""
 def is_max_dtype(x: Any) -> bool:
     """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``digest_dtype``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
-
-
-def to_max_dtype(x: jax.Array) -> jax.Array:
-    """Casts a float32 array to ``fp32_max_grad``; returns an array of a ``MaxDtype`` unchanged."""
-    return x if is_max_dtype(x) else of_floats(fp32_max_grad, x)
 
 
 def from_max_dtype(x: Any) -> Any:
@@ -243,7 +218,7 @@ def to_digest(*numbers: jax.Array) -> jax.Array:
     return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
 
 
-def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
+def digested(x: jax.Array, num: int = 3) -> list[jax.Array]:
     """Returns the first ``num`` of the three float32 arrays of a digest, without a gradient.
 
     It is the inverse of ``to_digest``. Each array has the shape of ``x``.
@@ -252,53 +227,46 @@ def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 
 
-def _transposing_slices(transpose: Any) -> Any:
-    """Returns JAX's transpose rule of ``lax.slice``, extended by slices of an array of a ``MaxDtype``."""
-
-    def transpose_slice(g: Any, operand: Any, **params: Any) -> None:
-        dtype = getattr(getattr(operand, "aval", None), "dtype", None)
-        if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
-            transpose(g, operand, **params)
-            return
-        strides, pads = params["strides"] or [1] * g.ndim, []
-        for start, stride, taken, size in zip(
-            params["start_indices"], strides, g.shape, operand.aval.shape
-        ):
-            end = start + max(0, stride * (taken - 1) + 1)
-            pads.append((start, size - end, stride - 1))
-        pads += [(0, 0, 0)] * len(dtype.element_shape)
-        # The elements that the slice left out get no gradient, which is -inf.
-        padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
-        operand.accum(of_floats(dtype, padded))
-
-    return transpose_slice
+_jax_transpose_slice = ad.fancy_transposes[lax.slice_p]
 
 
-def _showing_values(rule: Any) -> Any:
-    """Returns a JVP rule of ``jax.debug`` whose operands of a ``MaxDtype`` are cast to float32 first.
+def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
+    """Transposes ``lax.slice`` as JAX does, also for arrays of a ``MaxDtype``."""
+    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
+    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
+        _jax_transpose_slice(g, operand, **params)
+        return
+    strides, pads = params["strides"] or [1] * g.ndim, []
+    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
+        end = start + max(0, stride * (taken - 1) + 1)
+        pads.append((start, size - end, stride - 1))
+    pads += [(0, 0, 0)] * len(dtype.element_shape)
+    # The elements that the slice left out get no gradient, which is -inf.
+    padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
+    operand.accum(of_floats(dtype, padded))
 
-    So ``jax.debug.print`` and ``jax.debug.callback`` show the scale of a digest, not its three numbers.
-    """
-    return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
 
-
-_RULES = (
-    Replacing(ad.fancy_transposes, lax.slice_p, _transposing_slices),
-    Replacing(ad.primitive_jvps, debugging.debug_callback_p, _showing_values),
-    Replacing(ad.primitive_jvps, debugging.debug_print_p, _showing_values),
-)
+_lock = threading.Lock()
+_num_differentiating = 0
 
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[None]:
-    """A context in which arrays of a ``MaxDtype`` can be sliced and printed in a differentiated function.
+    """A context in which arrays of a ``MaxDtype`` can be sliced in a differentiated function.
 
     An unrolled loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is
     switched off. JAX pads the cotangent of a slice with a zero from NumPy, which has no extended dtypes. A
-    dtype cannot define these rules itself, so three rules of JAX are replaced. For all other dtypes the
-    replacements call JAX's rules.
+    dtype cannot define this rule itself, so one rule of JAX is replaced, for all threads, while any of them
+    is in the context. For all other dtypes the replacement calls JAX's rule.
     """
-    with contextlib.ExitStack() as stack:
-        for rule in _RULES:
-            stack.enter_context(rule)
+    global _num_differentiating
+    with _lock:
+        _num_differentiating += 1
+        ad.fancy_transposes[lax.slice_p] = _transpose_slice
+    try:
         yield
+    finally:
+        with _lock:
+            _num_differentiating -= 1
+            if _num_differentiating == 0:
+                ad.fancy_transposes[lax.slice_p] = _jax_transpose_slice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,32 +14,23 @@ from jax import lax
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.quantizers import Quantizer
-from fp8flax._core.scaling import floor_power_of_two
+from fp8flax._core.scaling import power_of_two, scale_exponent
 from fp8flax._core.shapes import Float, Float32
-
-_TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-_ROUNDING = 1 + 2.0**-20
-"""A value counts as saturated if it exceeds the largest value of its scale by more than this factor.
-
-The factor allows for the rounding of float32 arithmetic."""
-
-_PROBE = np.float32(128)
-"""An FP8 code from which the scale of an element is computed; every format represents 128 exactly."""
 
 
 class Numbers(NamedTuple):
     """Numbers that describe the quantization of one tensor, and that ``merged`` can merge over calls."""
 
     values: Any
-    """Count of the finite elements that are not zero."""
+    """Count of the finite elements that are not zero. Subnormal float32 numbers count as zero."""
     underflowed: Any
     """Count of the ``values`` that FP8 rounds to zero."""
     saturated: Any
     """Count of the ``values`` that are clipped to the largest FP8 value."""
     signal: Any
-    """Sum of the squares of the ``values``, divided by the square of ``_unit(amax)``."""
+    """Root mean square of the ``values``; in the result of ``merged``, the sum of their squares."""
     noise: Any
-    """Sum of the squares of the quantization errors of the ``values``, divided by the same number."""
+    """The same of the quantization errors of the ``values``."""
     nonfinite: Any
     """Count of the NaN and Inf elements."""
     amax: Any
@@ -67,95 +57,62 @@ def numbers_of(
         delayed_scale: the scale of delayed scaling; None if the quantizer computes the scale from ``x``.
     """
     q = quantizer.quantize(x, dims, delayed_scale)
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    finite = lax.is_finite(x)
-    # Subnormal float32 numbers count as zero, as everywhere in this package.
-    is_value = finite & (jnp.abs(x.astype(wide)) >= np.asarray(_TINY, wide))
+    # A number of NumPy, so that float64 stays float64 under strict promotion.
+    number = np.float64 if x.dtype == jnp.float64 else np.float32
+    tiny, huge = (number(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    wide, finite = x.astype(number), lax.is_finite(x)
+    is_value = finite & (jnp.abs(wide) >= tiny)
+    magnitude = jnp.where(is_value, jnp.abs(wide), number(0))
 
-    def dequantized_codes(codes: jax.Array) -> jax.Array:
-        """Returns the values of FP8 codes."""
-        return dataclasses.replace(q, codes=codes.astype(q.codes.dtype)).dequantize(wide)
+    # The values of the largest code show the scale of each element, whatever the layout of the scales.
+    largest_code = jnp.full(q.shape, fp8_max(quantizer.dtype), q.codes.dtype)
+    largest = jnp.minimum(dataclasses.replace(q, codes=largest_code).dequantize(number), huge)
+    largest_of_values = jnp.max(jnp.where(is_value, largest, number(0)), initial=0)
+    headroom = jnp.where(is_value, largest / jnp.maximum(magnitude, tiny), number(np.inf))
 
-    is_zero = q.codes.astype(jnp.float32) == 0
-    # Dequantizing a tensor of one code gives the scale of each element, whatever the layout of the scales.
-    # The smallest scales are subnormal, but their products with this code are normal.
-    probe = jnp.full(q.codes.shape, _PROBE)
-    probe_values = dequantized_codes(probe)
-    scale = probe_values / np.asarray(_PROBE, wide)
-    largest_values = jnp.minimum(
-        probe_values * np.asarray(fp8_max(q.codes.dtype) / float(_PROBE), wide), np.asarray(_HUGE, wide)
-    )
-    magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
-    headrooms = jnp.where(
-        is_value, largest_values / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf
-    )
-    # The scale of a block that holds only zeros is arbitrary, so it is left out.
-    scale_of_values = jnp.where(is_value, scale, np.asarray(0, wide))
-    is_saturated = magnitude > largest_values * np.asarray(_ROUNDING, wide)
-    counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_zero, is_saturated, ~finite)]
-    # One reduction computes all eight numbers, so XLA compiles and starts one kernel.
-    operands = [*counted, magnitude, scale_of_values, scale, headrooms]
-    starts = [np.full((), start, array.dtype) for (_, start), array in zip(_REDUCTIONS, operands)]
-    *counts, amax, scale_of_values, scale, headroom = lax.reduce(
-        operands, starts, _reduce_step, tuple(range(x.ndim))
-    )
-    # A factor that is a power of two changes no bits. It is applied before the subtraction, because the
-    # difference of the unscaled numbers could be subnormal.
-    inverse = (1 / _unit(amax)).astype(wide)
-    error = x.astype(wide) * inverse - q.dequantize(wide) * inverse
-    error = jnp.where(is_value, error, np.asarray(0, wide))
-    values, underflowed, saturated, nonfinite = counts
+    # The squares need values of about 1. A factor that is a power of two changes no bits. Without the
+    # barrier XLA for CPUs squares the factor, too.
+    amax = jnp.max(magnitude, initial=0)
+    exponent = scale_exponent(amax.astype(np.float32), 1.0, "floor")
+    unit, inverse = (power_of_two(e).astype(number) for e in (exponent, -exponent))
+    value, rounded = lax.optimization_barrier((wide * inverse, q.dequantize(number) * inverse))
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=np.uint32)
+
+    def root_mean_square(x: jax.Array) -> jax.Array:
+        total = jnp.sum(jnp.where(is_value, jnp.square(x), number(0)))
+        return jnp.sqrt(total / jnp.maximum(count(is_value), np.uint32(1)).astype(number)) * unit
+
     numbers = Numbers(
-        values=values,
-        underflowed=underflowed,
-        saturated=saturated,
-        # Without the barrier the sum was NaN for values below 1e-19 or beyond 1e19 (XLA on CPUs).
-        signal=jnp.sum(jnp.square(lax.optimization_barrier(magnitude * inverse))),
-        noise=jnp.sum(jnp.square(error)),
-        nonfinite=nonfinite,
+        values=count(is_value),
+        underflowed=count(is_value & (q.codes.astype(np.float32) == 0)),
+        # The factor allows for the rounding of float32 arithmetic.
+        saturated=count(magnitude > largest * number(1 + 2.0**-20)),
+        signal=root_mean_square(value),
+        noise=root_mean_square(value - rounded),
+        nonfinite=count(~finite),
         amax=amax,
-        scale=jnp.where(values > 0, scale_of_values, scale),
-        headroom=headroom,
+        scale=jnp.where(jnp.any(is_value), largest_of_values, jnp.max(largest, initial=0))
+        / number(fp8_max(quantizer.dtype)),
+        headroom=jnp.min(headroom, initial=np.inf),
     )
-    return jnp.stack([number.astype(jnp.float32) for number in numbers])
-
-
-_REDUCTIONS: Any = (*[(lax.add, 0)] * 4, *[(lax.max, 0)] * 3, (lax.min, np.inf))
-"""The function and the start value for four counts, for the amax, for two scales and for the headroom."""
-
-
-# This is a function of the module, not a lambda, so that calls outside of jit compile the reduction once.
-def _reduce_step(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Combines two elements of the reduction in ``numbers_of``."""
-    return [f(x, y) for (f, _), x, y in zip(_REDUCTIONS, xs, ys)]
-
-
-def _unit(amax: jax.Array) -> jax.Array:
-    """Returns the largest power of two that is not above ``amax``, at most 2**126; 1 if ``amax`` is 0.
-
-    Values are divided by this number before they are squared, so that the sum of squares fits into float32.
-    The inverse of 2**127 would be subnormal.
-    """
-    return jnp.minimum(floor_power_of_two(amax.astype(jnp.float32)), np.float32(2.0**126))
+    return jnp.stack([number.astype(np.float32) for number in numbers])
 
 
 def merged(records: np.ndarray) -> Numbers:
     """Returns the numbers of several calls together, as float64 numbers on the host.
 
-    The squares in ``signal`` and ``noise`` are no longer divided.
-
     Args:
         records: arrays of ``numbers_of``, stacked along the first axis.
     """
     each = Numbers(*np.asarray(records, np.float64).T)
-    # As ``_unit``: ``frexp`` returns twice the power of two.
-    unit = np.where(each.amax > 0, np.minimum(np.ldexp(0.5, np.frexp(each.amax)[1]), 2.0**126), 1.0)
     return Numbers(
         values=np.sum(each.values),
         underflowed=np.sum(each.underflowed),
         saturated=np.sum(each.saturated),
-        signal=np.sum(each.signal * unit**2),
-        noise=np.sum(each.noise * unit**2),
+        signal=np.sum(each.values * each.signal**2),
+        noise=np.sum(each.values * each.noise**2),
         nonfinite=np.sum(each.nonfinite),
         amax=np.max(each.amax),
         scale=np.max(each.scale),

@@ -21,10 +21,9 @@ class Observing(NamedTuple):
 
     Otherwise ops compute as usual, and report quantization errors for ``statistics``."""
     backward: bool = True
-    """Whether output gradients are reported. Without them, forward-mode differentiation works, too."""
+    """Whether output gradients are calibrated. Without them, forward-mode differentiation works, too."""
     key: object = None
-    """For statistics: an object for each measured function. It is part of jit's cache key, so functions
-    that were traced before are traced again, under their paths in the measured function."""
+    """For statistics: an object for each measured function, which makes JAX trace the function again."""
     path: tuple[str, ...] = ()
     """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
 
@@ -35,11 +34,7 @@ def is_calibrating() -> bool:
 
 
 def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which an op runs; for statistics it sets the path of the op in ``mode``.
-
-    Args:
-        path: a function that returns the path of the op. It is called only for statistics.
-    """
+    """Returns the context in which an op runs; for statistics it sets the path of the op in ``mode``."""
     if mode.value is None or is_calibrating():
         return contextlib.nullcontext()
     return mode(mode.value._replace(path=path()))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.mode import Observing, mode
-from fp8flax._core.state.state import DelayedConfig, ScalingState
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.state.state import ScalingState
 
 # Receiving reports on the host.
 
@@ -73,23 +74,57 @@ def _receive(label: Hashable, records: Any) -> None:
 # Reporting from an op.
 
 
-def report_amax(config: DelayedConfig, x: jax.Array, amax: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns ``x``, and reports an amax for ``calibrate``.
+def report(x: jax.Array, label: Hashable, records: jax.Array) -> jax.Array:
+    """Returns ``x``, and reports records, along the last axis of an array, if the result is used."""
+    return with_report(x, records, _receive, label)
 
-    Args:
-        config: the options of the cast.
-        x: the array that the report is bound to, see ``with_report``.
-        amax: the amax of a tensor, or of several that are stacked.
-        number: the number of the tensor, see ``number_of``; the shape of ``amax``.
+
+def report_amax(
+    quantizer: DelayedQuantizer, x: jax.Array, amax: jax.Array, state: ScalingState
+) -> jax.Array:
+    """Returns ``x``, and reports the amax of a tensor, or of several that are stacked, for ``calibrate``.
+
+    The label is the quantizer. The report is made if the result is used.
     """
     amax = lax.stop_gradient(amax).astype(np.float32)
-    return with_report(x, jnp.stack([number, amax], -1), _receive, config)
+    # While calibrating, the place of the scale has the number of the tensor.
+    number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)
+    return report(x, quantizer, jnp.stack([number, amax], -1))
 
 
-def number_of(state: ScalingState) -> jax.Array:
-    """Returns the number that names a tensor while calibrating; it is in the place of the old scale."""
-    number = lax.stop_gradient(from_max_dtype(state.scale))
-    return number.reshape(state.amax_history.shape[:-1])
+def report_amax_of_cotangent(
+    quantizer: DelayedQuantizer,
+    amax_of: Callable[..., jax.Array],
+    out: jax.Array,
+    scale: jax.Array,
+    state: ScalingState,
+    *extra: jax.Array,
+) -> jax.Array:
+    """Returns ``out``. The backward pass reports the amax of the cotangent ``g``, for ``calibrate``.
+
+    The "gradient" of the state depends on the report. So ``calibrate`` needs no gradient but that of the
+    state.
+
+    Args:
+        quantizer: the quantizer of the cotangent.
+        amax_of: ``amax_of(g, *extra)`` returns the amax.
+        out: the array whose cotangent is observed.
+        scale: the scale of ``step_scale``.
+        state: the state of the cotangent.
+        *extra: further arrays for ``amax_of``.
+    """
+    if not mode.value.backward:
+        return out
+    return on_cotangent(partial(_report_cotangent, quantizer, amax_of), out, (scale, state, extra))
+
+
+def _report_cotangent(
+    quantizer: DelayedQuantizer, amax_of: Callable[..., jax.Array], g: jax.Array, args: Any
+) -> Any:
+    """Returns the cotangent unchanged, and its amax as the cotangent of the scale."""
+    scale, state, extra = args
+    amax = lax.stop_gradient(amax_of(g, *extra)).astype(np.float32)
+    return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
 
 
 def on_cotangent(
@@ -123,81 +158,3 @@ _on_cotangent.defvjp(
     ),
     lambda f, innermost_only, args, g: f(g, args),
 )
-
-
-class Tensor(NamedTuple):
-    """One of the three tensors of a contraction, as ``observed`` needs it."""
-
-    amax: Callable[..., jax.Array]
-    """``amax(x, *extra)`` returns the amax of the tensor, or the amaxes of a stack."""
-    measure: Callable[..., list[jax.Array]]
-    """``measure(x, scale, *extra)`` returns the records of ``measuring.numbers_of``: one for each different
-    quantizer of the tensor."""
-    config: DelayedConfig | None = None
-    """The options of delayed scaling; None for other recipes."""
-    scale: jax.Array | None = None
-    """The scale of ``step_scales``; None without delayed scaling."""
-    number: jax.Array | None = None
-    """``number_of`` the state; None without delayed scaling."""
-
-    def reported(self, observing: Observing, role: str, x: jax.Array, extra: Any) -> jax.Array:
-        """Returns ``x``, and reports it."""
-        wide = lax.stop_gradient(x)
-        if observing.calibrates:
-            if self.config is None or self.number is None:
-                return x
-            return report_amax(self.config, x, self.amax(wide, *extra), self.number)
-        for record in self.measure(wide, lax.stop_gradient(self.scale), *extra):
-            x = with_report(x, record, _receive, (observing.path, role))
-        return x
-
-
-def observed(
-    multiply: Callable[[jax.Array, jax.Array], jax.Array],
-    tensors: Mapping[str, Tensor],
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *extra: jax.Array,
-) -> jax.Array:
-    """Returns the product of the operands, and reports its tensors to the host.
-
-    Args:
-        multiply: computes the product.
-        tensors: the tensors to report, by role; only those that a product quantizes.
-        lhs: the input.
-        rhs: the kernel.
-        *extra: further arrays of the op, for the functions in ``tensors``.
-    """
-    observing = mode.value
-    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
-    with mode(None):
-        if "input" in tensors:
-            lhs = tensors["input"].reported(observing, "input", lhs, extra)
-        if "kernel" in tensors:
-            rhs = tensors["kernel"].reported(observing, "kernel", rhs, extra)
-        out = multiply(lhs, rhs)
-        if "output_grad" not in tensors or not observing.backward:
-            return out
-        tensor = tensors["output_grad"]
-        static = tensor._replace(scale=None, number=None)
-        arrays = tensor.scale, tensor.number, extra
-        return on_cotangent(partial(_report_output_grad, observing, static), out, arrays)
-
-
-def _report_output_grad(observing: Observing, static: Tensor, g: jax.Array, arrays: Any) -> Any:
-    """Returns the output gradient, and reports it; the arrays get no cotangents but for calibration.
-
-    While calibrating, the "gradient" of the state depends on the report. So ``calibrate`` needs no gradient
-    but that of the state.
-    """
-    scale, number, extra = arrays
-    tensor = static._replace(scale=scale, number=number)
-    if not observing.calibrates or number is None:
-        return tensor.reported(observing, "output_grad", g, extra), (None, None, None)
-    return g, (reported_as_amax(tensor.config, tensor.amax(g, *extra), number), None, None)
-
-
-def reported_as_amax(config: Any, amax: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the amax of an output gradient, as the cotangent of a scale, and reports it."""
-    amax = lax.stop_gradient(amax).astype(np.float32)
-    return merge_amax(report_amax(config, amax, amax, number), number)

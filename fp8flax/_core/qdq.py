@@ -2,7 +2,7 @@
 
 The derivative of quantization is zero almost everywhere. So the cotangent of the data passes unchanged
 (straight-through estimator). Scale and amax history have no derivative. Their cotangents are their next
-values, which a train state stores; ``state.step_scales`` computes them from the amax. A second derivative
+values, which a train state stores; ``state.step_scale`` computes them from the amax. A second derivative
 differentiates the forward and backward rules, so the casts in these rules are straight-through, too.
 """
 
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
-from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.mode import is_calibrating, mode
-from fp8flax._core.observe import number_of, on_cotangent, report_amax, reported_as_amax
+from fp8flax._core.mode import is_calibrating
+from fp8flax._core.observe import on_cotangent, report_amax, report_amax_of_cotangent
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
@@ -29,68 +28,58 @@ from fp8flax._core.quantize import (
     quantize_dequantize,
     straight_through,
 )
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.state.state import DelayedConfig, as_state, step_scales
+from fp8flax._core.state.state import as_state, step_scale
 
 
-def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
-    """Returns the options of the public functions."""
-    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
+def _quantizer(q_dtype: Any) -> DelayedQuantizer:
+    """Returns the quantizer of the public functions."""
+    return DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype"))
 
 
-def _step_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
-    """Returns the scale of this step; raises an error if the state is not valid."""
-    # ``step_scales`` takes several tensors by name. Here is only one.
-    return step_scales({"x": config}, {"x": as_state(scale, amax_history)})["x"]
-
-
-def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _there_and_back(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``x`` cast to FP8 and back. Its derivative is that of the identity; the scale has none."""
-
-    def cast(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return quantize_dequantize(x, config.q_dtype, scale, config.compute_dtype)
-
-    return straight_through(cast, x, scale)
+    return straight_through(
+        lambda x, scale: quantize_dequantize(x, q_dtype, scale, compute_dtype), x, scale
+    )
 
 
 def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
-    """Returns ``result``; the "gradient" of ``scale`` is the amax of ``inp``.
+    """Returns ``result``; the "gradient" of ``scale``, a scale of ``step_scale``, is the amax of ``inp``.
 
-    Args:
-        result: the arrays that were computed from ``inp``. Their cotangents pass unchanged.
-        inp: the tensor that the scale belongs to.
-        scale: the scale of this step.
+    The cotangents of the arrays in ``result`` pass unchanged.
     """
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return on_cotangent(_give_amax, result, (scale, amax), innermost_only=True)
+    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax), innermost_only=True)
 
 
-def _give_amax(g: Any, args: tuple[jax.Array, jax.Array]) -> Any:
-    """Passes the cotangent, and returns the amax as the cotangent of the scale."""
-    _, amax = args
-    return g, (amax, None)
-
-
-def in_qdq_with_scale(config: DelayedConfig, inp: jax.Array, scale: jax.Array) -> jax.Array:
+def in_qdq_with_scale(
+    quantizer: DelayedQuantizer, inp: jax.Array, scale: jax.Array, compute_dtype: Any = jnp.float32
+) -> jax.Array:
     """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``.
 
-    Contractions in the quantize-dequantize form call this function with a scale of ``step_scales``.
+    Contractions in the quantize-dequantize form call this function with a scale of ``step_scale``.
     """
-    return _with_amax(_there_and_back(config, inp, scale), inp, scale)
+    return _with_amax(_there_and_back(quantizer.dtype, compute_dtype, inp, scale), inp, scale)
 
 
-def out_qdq_with_scale(config: DelayedConfig, out: jax.Array, scale: jax.Array) -> jax.Array:
+def out_qdq_with_scale(
+    quantizer: DelayedQuantizer, out: jax.Array, scale: jax.Array, compute_dtype: Any = jnp.float32
+) -> jax.Array:
     """Returns ``out``, and casts its cotangent to FP8 and back.
 
     The "gradient" of ``scale`` is the amax of the cotangent.
     """
-    return on_cotangent(partial(_cast_cotangent, config), out, scale, innermost_only=True)
+    cast = partial(_cast_cotangent, quantizer.dtype, compute_dtype)
+    return on_cotangent(cast, out, scale, innermost_only=True)
 
 
-def _cast_cotangent(config: DelayedConfig, g: jax.Array, scale: jax.Array) -> Any:
+def _cast_cotangent(q_dtype: Any, compute_dtype: Any, g: jax.Array, scale: jax.Array) -> Any:
     """Casts the cotangent to FP8 and back, and returns its amax as the cotangent of the scale."""
     g = inf_to_nan(g)
-    return _there_and_back(config, g, scale), merge_amax(delayed_amax(g), scale)
+    return _there_and_back(q_dtype, compute_dtype, g, scale), merge_amax(delayed_amax(g), scale)
 
 
 def in_qdq(
@@ -130,11 +119,11 @@ def in_qdq(
 
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
-    config = _public_config(compute_dtype, q_dtype)
-    inp = as_float_array(inp, "inp")
+    quantizer, inp = _quantizer(q_dtype), as_float_array(inp, "inp")
+    state = as_state(scale, amax_history)
     if is_calibrating():
-        return report_amax(config, inp, delayed_amax(inp), number_of(as_state(scale, amax_history)))
-    return in_qdq_with_scale(config, inp, _step_scale(config, scale, amax_history))
+        return report_amax(quantizer, inp, delayed_amax(inp), state)
+    return in_qdq_with_scale(quantizer, inp, step_scale(quantizer, state), compute_dtype)
 
 
 def out_qdq(
@@ -148,19 +137,10 @@ def out_qdq(
 
     The "gradients" of ``scale`` and ``amax_history`` are their next values, computed from the cotangent.
 
-    Args:
-        compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
-        q_dtype: FP8 dtype.
-        out: array of any shape, bfloat16, float16, float32 or float64.
-        scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
-        amax_history: shape ``(length,)``, float32 or ``fp32_max_grad``.
+    The arguments and the errors are those of ``in_qdq``.
 
     Returns:
         ``out``.
-
-    Raises:
-        TypeError: an argument has another dtype than those above.
-        ValueError: ``scale`` or ``amax_history`` has another shape than those above.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -171,21 +151,12 @@ def out_qdq(
 
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
-    config = _public_config(compute_dtype, q_dtype)
-    out = as_float_array(out, "out")
+    quantizer, out = _quantizer(q_dtype), as_float_array(out, "out")
+    state = as_state(scale, amax_history)
+    new_scale = step_scale(quantizer, state)
     if is_calibrating():
-        if not mode.value.backward:
-            return out
-        number = number_of(as_state(scale, amax_history))
-        args = _step_scale(config, scale, amax_history), number
-        return on_cotangent(partial(_report_cotangent, config), out, args)
-    return out_qdq_with_scale(config, out, _step_scale(config, scale, amax_history))
-
-
-def _report_cotangent(config: DelayedConfig, g: jax.Array, args: Any) -> Any:
-    """Returns the cotangent unchanged, and reports its amax for ``calibrate``."""
-    _, number = args
-    return g, (reported_as_amax(config, delayed_amax(g), number), None)
+        return report_amax_of_cotangent(quantizer, delayed_amax, out, new_scale, state)
+    return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
 
 
 def in_q(
@@ -200,19 +171,10 @@ def in_q(
     It quantizes as ``in_qdq`` does, but ``q`` stays FP8, and no gradient reaches ``inp`` through it. The
     "gradients" of ``scale`` and ``amax_history`` are their next values.
 
-    Args:
-        compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
-        q_dtype: FP8 dtype.
-        inp: array of any shape, bfloat16, float16, float32 or float64.
-        scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
-        amax_history: shape ``(length,)``, float32 or ``fp32_max_grad``.
+    The arguments and the errors are those of ``in_qdq``.
 
     Returns:
         ``q`` of ``inp``'s shape in ``q_dtype``, and the scale in float32, of the shape of ``scale``.
-
-    Raises:
-        TypeError: an argument has another dtype than those above.
-        ValueError: ``scale`` or ``amax_history`` has another shape than those above.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -221,14 +183,14 @@ def in_q(
 
     Source: ``flax.linen.fp8_ops.in_q``.
     """
-    config = _public_config(compute_dtype, q_dtype)
-    inp = jax.lax.stop_gradient(as_float_array(inp, "inp"))
+    quantizer, inp = _quantizer(q_dtype), jax.lax.stop_gradient(as_float_array(inp, "inp"))
+    state = as_state(scale, amax_history)
     if is_calibrating():
-        inp = report_amax(config, inp, delayed_amax(inp), number_of(as_state(scale, amax_history)))
-        scale = jnp.ones_like(scale)  # it was the number of the tensor
-    new_scale = _step_scale(config, scale, amax_history)
+        inp = report_amax(quantizer, inp, delayed_amax(inp), state)
+        state = state._replace(scale=jnp.ones_like(state.scale))  # it was the number of the tensor
+    new_scale = step_scale(quantizer, state)
     used = jax.lax.stop_gradient(new_scale)
-    q = quantize(inp, config.q_dtype, used, config.compute_dtype)
+    q = quantize(inp, quantizer.dtype, used, compute_dtype)
     return _with_amax((q, used.reshape(jnp.shape(scale))), inp, new_scale)
 
 

@@ -30,11 +30,10 @@ def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
 
 def _as_compute_dtype(dtype: Any) -> Any:
     """Returns ``dtype`` if it is bfloat16, float32 or float64; raises ``TypeError`` for other dtypes."""
-    if not is_wide_float(dtype):
-        raise TypeError(f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}.")
-    if jnp.dtype(dtype) == jnp.float16:
+    if not is_wide_float(dtype) or jnp.dtype(dtype) == jnp.float16:
         raise TypeError(
-            "compute_dtype float16 would round small scales to zero; pass float32 (x may be float16)."
+            f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}. (x may be float16; small "
+            "scales would be zero in it.)"
         )
     return jnp.dtype(dtype)
 

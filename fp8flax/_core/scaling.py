@@ -32,6 +32,25 @@ def finite_amax(
     return jnp.minimum(amax.astype(jnp.float32), _LARGEST_SCALE)  # float64 may hold more
 
 
+def delayed_amax(
+    x: Float[jax.Array, "*dims"], where: Bool[jax.Array, "*#dims"] | None = None
+) -> Float[jax.Array, ""]:
+    """Returns the amax of a tensor, in its dtype, as the update of the scaling state needs it.
+
+    The amax is inf if the tensor holds a NaN or an Inf. It is -inf if the tensor is empty, and then loses
+    every maximum. (A NaN is encoded as inf, because a maximum over devices can lose a NaN, at least on
+    CPUs.)
+
+    Args:
+        x: an array of a wide float dtype.
+        where: mask of the elements that count; None for all.
+    """
+    magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
+    if where is not None:
+        magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
+    return jnp.max(magnitude, initial=-jnp.inf)
+
+
 def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     """Returns whether a scale can be computed from ``amax``: True for a finite, normal, positive number.
 
@@ -76,14 +95,6 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
     """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
     exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
     return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
-
-
-def floor_power_of_two(x: Float32[jax.Array, "*dims"]) -> Float32[jax.Array, "*dims"]:
-    """Returns the largest power of two that is not above ``x``; 1 if ``x`` is 0 or subnormal.
-
-    ``x`` must be finite and not negative.
-    """
-    return power_of_two(scale_exponent(x, 1.0, "floor"))
 
 
 def current_scale(
@@ -184,6 +195,38 @@ def push_amax(
     rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), padding)
     rolled = jnp.where(position == shape[-1] - 1, newest, rolled)
     return jnp.where(position == 0, amax.reshape(*shape[:-1], 1), rolled)
+
+
+def compute_amax_history(
+    x: Float[jax.Array, "*dims"], amax_history: Float32[jax.Array, " length"]
+) -> Float32[jax.Array, " length"]:
+    """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
+
+    After index 0 come the older amaxes, from the oldest to the second newest. The history stays unchanged
+    if ``x`` is empty, or holds a NaN or an Inf.
+
+    Args:
+        x: a floating-point array of any shape.
+        amax_history: past amaxes, shape ``(length,)``, float32.
+
+    Returns:
+        The new history, shape and dtype of ``amax_history``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> history = jnp.zeros((4,))
+        >>> for amax in (1.0, 2.0, 3.0):
+        ...     history = fp8.compute_amax_history(jnp.array([0.5, -amax]), history)
+        ...     print(history)
+        [1. 0. 0. 0.]
+        [2. 0. 0. 1.]
+        [3. 0. 1. 2.]
+
+    Source: the layout of ``flax.linen.fp8_ops``.
+    """
+    amax = delayed_amax(jnp.asarray(x, jnp.float32))
+    pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
+    return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 
 
 def apply_scales(

@@ -27,7 +27,7 @@ from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.scaling import current_scale, finite_amax
-from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
+from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
 
 Path = tuple[str, ...]
@@ -113,7 +113,7 @@ def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Arr
             "must have the same shape, but for one axis, where the scale has size 1."
         )
     scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
-    next_scales = scale_of(delayed_config(quantizer), ScalingState(scales, histories))
+    next_scales = scale_of(quantizer, ScalingState(scales, histories))
     return jnp.moveaxis(next_scales[..., None], -1, axis)
 
 

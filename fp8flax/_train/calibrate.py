@@ -19,7 +19,8 @@ from fp8flax._core.mode import Observing
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.observe import Records, collect
 from fp8flax._core.options import check_function, check_variables
-from fp8flax._core.state.state import DelayedConfig, ScalingState, calibrated_state
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.state.state import ScalingState, calibrated_state
 from fp8flax._core.state.tree import Places, flatten, path_str
 
 WITHOUT_STATE = (
@@ -156,7 +157,7 @@ class _Amaxes:
     def __init__(self, state: Any) -> None:
         self._paths, self._leaves, self._treedef = flatten(state)
         self._places = Places.of(self._paths, self._leaves)
-        self._amaxes: dict[DelayedConfig, np.ndarray] = {}
+        self._amaxes: dict[DelayedQuantizer, np.ndarray] = {}
         self._numbers: list[np.ndarray] = []
         """The numbers of each pair of ``_places``, in the shape of its scale."""
         self._count = 0

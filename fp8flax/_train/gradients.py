@@ -18,7 +18,6 @@ from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, 
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import (
-    as_read,
     enter,
     from_max,
     leave,
@@ -80,7 +79,7 @@ def value_and_grad(
         return [f(arg) if i in here else arg for i, arg in enumerate(args)]
 
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
-        return from_max(fun(*map_differentiated(as_read, args), **kwargs))
+        return from_max(fun(*args, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
     jax_value_and_grad = jax.value_and_grad(
@@ -247,7 +246,7 @@ def accumulate(
     num = sizes.pop()
 
     def loss(entered: Any, carry: Any, microbatch: Any) -> Any:
-        out, carry = from_max(fun(as_read(entered), carry, microbatch))
+        out, carry = from_max(fun(entered, carry, microbatch))
         value, aux = out if has_aux else (out, None)
         # Divided before the backward pass, so that output gradients equal those of one large batch.
         return value / num, (carry, aux)

@@ -114,12 +114,10 @@ CONVERTED = """
     import flax.core.lift as lift, flax.linen as nn, jax, jax.numpy as jnp, threading
     import fp8flax as fp8
     from jax import lax
-    from jax._src import debugging
     from jax._src.interpreters import ad
 
     def rules():
-        primitives = debugging.debug_print_p, debugging.debug_callback_p
-        return [lift.pack, ad.fancy_transposes[lax.slice_p], *map(ad.primitive_jvps.get, primitives)]
+        return [lift.pack, ad.fancy_transposes[lax.slice_p]]
 
     before, during = rules(), []
 
@@ -147,7 +145,7 @@ CONVERTED = """
 
 
 def test_rules_are_replaced_only_while_a_gradient_runs():
-    assert run(CONVERTED) == ["raised True", "raised True", "[True, False, False, False]"]
+    assert run(CONVERTED) == ["raised True", "raised True", "[True, False]"]
 
 
 BRIDGE = """

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.amax import delayed_amax
+from fp8flax._core.scaling import delayed_amax
 from tests.cases import normal
 
 

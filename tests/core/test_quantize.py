@@ -206,7 +206,7 @@ def test_other_wrong_dtypes():
         fp8.quantize(1.0, jnp.int8, 1.0)
     with pytest.raises(TypeError, match="compute_dtype must be"):
         fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.int32)
-    with pytest.raises(TypeError, match="compute_dtype float16"):
+    with pytest.raises(TypeError, match="compute_dtype must be"):
         fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.float16)
     with pytest.raises(TypeError, match="dq_dtype must be"):
         fp8.dequantize(jnp.float8_e4m3fn(1), jnp.float8_e5m2, jnp.float32(1))

@@ -29,7 +29,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._compat.varying import manual_axes
-from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import merge_amax, sum_to_axes
 from fp8flax._core.gemm.casts import quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
@@ -46,9 +45,10 @@ from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan
-from fp8flax._core.quantizers import BlockQuantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
-from fp8flax._core.state.state import DelayedConfig, ScalingState, delayed_config, named_scaling
+from fp8flax._core.scaling import delayed_amax
+from fp8flax._core.state.state import ScalingState, named_scaling
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 
@@ -161,9 +161,9 @@ class Contraction:
         return result
 
     @property
-    def configs(self) -> dict[str, DelayedConfig]:
-        """Returns the options of each tensor with delayed scaling, by role."""
-        return {role: delayed_config(quantizer) for role, quantizer in self.recipe.delayed.items()}
+    def configs(self) -> dict[str, DelayedQuantizer]:
+        """Returns the quantizer of each tensor with delayed scaling, by role."""
+        return self.recipe.delayed
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.mode import is_calibrating, mode
-from fp8flax._core.names import KEPT_WIDE, ROLES
-from fp8flax._core.observe import Tensor, number_of, observed, on_cotangent
+from fp8flax._core.names import KEPT_WIDE
+from fp8flax._core.observe import on_cotangent, report, report_amax, report_amax_of_cotangent
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
@@ -34,7 +34,7 @@ from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
-from fp8flax._core.state.state import as_state, scales_of, step_scales
+from fp8flax._core.state.state import ScalingState, as_state, scale_of, step_scale
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -86,17 +86,16 @@ def run(
     is_qdq = isinstance(plan, FakeQuantized)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        fixed = _Fixed(scales_of(plan.configs, checked), None)
+        scales = {role: scale_of(plan.configs[role], state) for role, state in checked.items()}
+        fixed = _Fixed(scales, None)
         return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
-    scales = step_scales(plan.configs, checked)
+    scales = {role: step_scale(plan.configs[role], state) for role, state in checked.items()}
     if is_calibrating():
-        tensors = _tensors(plan, checked, scales)
-        return observed(lambda x, w: _wide(plan, x, w, extra), tensors, lhs, rhs, *extra)
+        return _calibrated(plan, (lhs, rhs), extra, checked, scales)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
     if mode.value is not None:
-        product = lambda *operands: compute(plan, operands, extra, scales)  # noqa: E731
-        return observed(product, _tensors(plan, checked, scales), lhs, rhs, *extra)
+        return _measured(compute, plan, (lhs, rhs), extra, scales)
     return compute(plan, (lhs, rhs), extra, scales)
 
 
@@ -255,39 +254,68 @@ def _frozen_qdq(
 # Observing.
 
 
-def _tensors(plan: Contraction, states: Mapping[str, Any], scales: Scales) -> dict[str, Tensor]:
-    """Returns the tensors that a product quantizes, by role, as ``observed`` needs them."""
-    return {
-        role: Tensor(
-            partial(_amax_of_role, role, plan),
-            partial(_measure_role, role, plan),
-            plan.configs.get(role),
-            scales.get(role),
-            number_of(states[role]) if role in states else None,
-        )
-        for role in ROLES
-        if any(plan.recipe.of_role(role))
-    }
+def _calibrated(
+    plan: Contraction,
+    operands: tuple[jax.Array, jax.Array],
+    extra: Extra,
+    states: Mapping[str, ScalingState],
+    scales: Scales,
+) -> jax.Array:
+    """Returns the product in wide dtypes, and reports the amaxes of the tensors with delayed scaling."""
+    x, w = (
+        report_amax(plan.configs[role], x, _amax(plan, role, x, *extra), states[role])
+        if role in states
+        else x
+        for role, x in zip(("input", "kernel"), operands)
+    )
+    out, role = _wide(plan, x, w, extra), "output_grad"
+    if role not in states:
+        return out
+    amax_of = partial(_amax, plan, role)
+    return report_amax_of_cotangent(plan.configs[role], amax_of, out, scales[role], states[role], *extra)
 
 
-def _amax_of_role(role: str, plan: Contraction, x: jax.Array, *extra: jax.Array) -> jax.Array:
+def _amax(plan: Contraction, role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:
     """Returns the amax of a tensor, or the amaxes of a stack."""
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
 
 
-def _measure_role(
-    role: str, plan: Contraction, x: jax.Array, scale: jax.Array | None, *extra: jax.Array
-) -> list[jax.Array]:
-    """Returns the records of a tensor under each of its quantizers, at least one of which is not None."""
+def _measured(
+    compute: Callable[..., jax.Array],
+    plan: Contraction,
+    operands: tuple[jax.Array, jax.Array],
+    extra: Extra,
+    scales: Scales,
+) -> jax.Array:
+    """Returns the product in FP8, and reports the quantization errors of the tensors."""
+    report_errors = partial(_report_errors, plan, mode.value.path)
+    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
+    with mode(None):
+        x, w = (report_errors(role, x, (extra, scales)) for role, x in zip(("input", "kernel"), operands))
+        out = compute(plan, (x, w), extra, scales)
+        return on_cotangent(
+            lambda g, args: (report_errors("output_grad", g, args), (None, None)), out, (extra, scales)
+        )
 
-    def records(plan: Contraction, x: jax.Array, extra: Extra, scale: jax.Array | None) -> list[jax.Array]:
+
+def _report_errors(
+    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, args: Any
+) -> jax.Array:
+    """Returns ``x``, and reports the ``Numbers`` of a tensor under each of its quantizers."""
+    extra, scales = lax.stop_gradient(args)
+    if not any(plan.recipe.of_role(role)):
+        return x
+
+    def records(plan: Contraction, x: jax.Array, extra: Extra, scales: Scales) -> list[jax.Array]:
         x = plan.canonical(role, x, extra)
         first, second = uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
         if first[0] is not None and first[0] == second[0] and first[0].serves_both:
             uses = uses[:1]
-        return [numbers_of(quantizer, dims, x, scale) for quantizer, dims in uses if quantizer is not None]
+        return [numbers_of(q, dims, x, scales.get(role)) for q, dims in uses if q is not None]
 
-    first, *rest = on_automatic_axes(plan, records, None)(x, extra, scale)
+    found = on_automatic_axes(plan, records, None)(lax.stop_gradient(x), extra, scales)
     # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
     place = Numbers._fields.index("nonfinite")
-    return [first, *(record.at[..., place].set(0) for record in rest)]
+    for record in [found[0], *(record.at[..., place].set(0) for record in found[1:])]:
+        x = report(x, (path, role), record)
+    return x

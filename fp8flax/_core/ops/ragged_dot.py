@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.amax import delayed_amax
 from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
@@ -23,6 +22,7 @@ from fp8flax._core.ops.dot_general import hashable_precision, with_precision
 from fp8flax._core.ops.modes import check_operands, run
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.recipes import GemmRecipe, Recipe
+from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
 _ON_EXPLICIT_AXES = (

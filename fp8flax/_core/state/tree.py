@@ -3,11 +3,11 @@
 ``fp8flax.value_and_grad`` works in three steps::
 
     entered = enter(variables)
-    value, cotangents = jax.value_and_grad(lambda entered: loss(as_read(entered)))(entered)
+    value, cotangents = jax.value_and_grad(loss)(entered)
     next_state = leave(variables, cotangents)
 
-``enter`` replaces each scale by its digest (``state.Digest``). If a layer runs several times, the
-cotangents of its digest merge by maximum. ``leave`` computes the next states from these cotangents.
+``enter`` replaces each scale by its digest (see ``state``). If a layer runs several times, the cotangents
+of its digest merge by maximum. ``leave`` computes the next states from these cotangents.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from fp8flax._compat.max_dtype import (
-    digested,
-    from_max_dtype,
-    is_max_dtype,
-    to_digest,
-    to_max_dtype,
-)
-from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE, STATE_LEAF_NAMES
+from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
+from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, digest_of, is_state_dtype, kept_state, next_state
+from fp8flax._core.state.state import ScalingState, digests, is_state_dtype, kept_state, next_states
 
 # Finding the state in a tree.
+
+
+def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
+    """Returns the paths, the leaves and the structure of a tree."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
 
 
 def key_name(key: Any) -> Any:
@@ -54,45 +54,38 @@ def path_str(path: KeyPath) -> str:
     return "/".join(map(str, path_names(path)))
 
 
-def _partner(name: Any) -> str | None:
-    """Returns the history's name for the name of a scale, and the reverse; None for any other name."""
-    if name not in STATE_LEAF_NAMES:
-        return None
-    if name.endswith(SCALE):
-        return name.removesuffix(SCALE) + AMAX_HISTORY
-    return name.removesuffix(AMAX_HISTORY) + SCALE
+def find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
+    """Returns the position of each scale, with the position of the amax history beside it.
 
-
-def find_state(paths: list[KeyPath]) -> list[bool]:
-    """Returns for each leaf whether it is scaling state.
-
-    Every leaf of the collection ``_overwrite_with_gradient`` is scaling state. A user may also pass the
-    inside of this collection alone, without its name. So a scale is also scaling state if the amax history
-    of the same role is beside it, and the reverse, except under ``params``.
+    They are found by their names, such as ``input_scale`` and ``input_amax_history``, because a user may
+    pass the inside of the collection ``_overwrite_with_gradient`` alone. Parameters are no state.
     """
-    names = set(map(path_names, paths))
-
-    def is_state(path: KeyPath) -> bool:
-        *parent, name = path_names(path) or (None,)
-        if OVERWRITE_WITH_GRADIENT in parent:
-            return True
-        partner = _partner(name)
-        return partner is not None and PARAMS not in parent and (*parent, partner) in names
-
-    return [is_state(path) for path in paths]
-
-
-def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
-    """Returns the position of each scale, with the position of the amax history beside it."""
     index = {path_names(path): i for i, path in enumerate(paths)}
     pairs = []
-    for i, (path, is_state) in enumerate(zip(paths, find_state(paths))):
-        names = path_names(path)
-        partner = _partner(names[-1]) if names else None
-        j = index.get((*names[:-1], partner))
-        if is_state and partner is not None and partner.endswith(AMAX_HISTORY) and j is not None:
-            pairs.append((i, j))
+    for names, i in index.items():
+        *parent, name = names or ("",)
+        is_parameter = PARAMS in parent and OVERWRITE_WITH_GRADIENT not in parent
+        if isinstance(name, str) and name.endswith(SCALE) and not is_parameter:
+            j = index.get((*parent, name.removesuffix(SCALE) + AMAX_HISTORY))
+            pairs += [] if j is None else [(i, j)]
     return pairs
+
+
+def find_state(paths: Sequence[KeyPath]) -> list[bool]:
+    """Returns for each leaf whether it is scaling state: of a pair, or in ``_overwrite_with_gradient``."""
+    paired = {i for pair in find_pairs(paths) for i in pair}
+    return [i in paired or OVERWRITE_WITH_GRADIENT in path_names(path)[:-1] for i, path in enumerate(paths)]
+
+
+def has_state(tree: Any) -> bool:
+    """Returns whether any leaf of ``tree`` is scaling state."""
+    return any(find_state(flatten(tree)[0]))
+
+
+def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
+    """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
+    paths, leaves, treedef = flatten(tree)
+    return treedef.unflatten([(f if s else g)(leaf) for s, leaf in zip(find_state(paths), leaves)])
 
 
 def history_axis(scale: Any, history: Any) -> int | None:
@@ -107,11 +100,6 @@ def history_axis(scale: Any, history: Any) -> int | None:
     differing = [i for i, (one, length) in enumerate(zip(scale.shape, history.shape)) if one != length]
     axes = differing or [i for i, length in enumerate(history.shape) if length == 1]
     return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
-
-
-def has_state(tree: Any) -> bool:
-    """Returns whether any leaf of ``tree`` is scaling state."""
-    return any(find_state([path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]))
 
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
@@ -132,10 +120,11 @@ class Places(NamedTuple):
     axes: tuple[int, ...]
     """For each pair, the axis of the history that holds the past amaxes, see ``history_axis``."""
     others: tuple[int, ...]
-    """The positions of all other state: of another package, or with shapes that do not fit."""
+    """The positions of all other state: of another package, or with shapes that do not fit. JAX treats it
+    as any other leaf."""
 
     @classmethod
-    def of(cls, paths: list[KeyPath], leaves: Sequence[Any]) -> Places:
+    def of(cls, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> Places:
         """Returns the positions of the scaling state in a tree with these paths and leaves.
 
         Raises:
@@ -163,54 +152,40 @@ class Places(NamedTuple):
                 leaves[i] = jnp.moveaxis(x, -1, axis)
 
 
-def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
-    """Returns the paths, the leaves and the structure of a tree."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
-
-
 # Taking the state into a gradient, and out of it.
 
 
-def enter(tree: Any) -> Any:
-    """Returns the variables that JAX differentiates: each scale is replaced by its digest.
+def merge_by_max(tree: Any) -> Any:
+    """Makes ``jax.grad`` return the next state; returns the variables to call the model with.
 
-    The cotangents of digests merge by maximum. Scaling state that is not a pair of a scale and a history is
-    cast to ``fp32_max_grad``. All other leaves are returned unchanged, and so is state that has entered
-    before.
+    Each scale is replaced by its digest. The cotangents of a digest merge by maximum, and the backward rule
+    computes the next state from them. Call it once, inside the differentiated function and before
+    ``apply``, as ``TrainState.apply_fn`` does. State that has entered before is returned unchanged, and so
+    are all other leaves.
 
     Raises:
         TypeError: a leaf of scaling state is not float32.
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
-    # A digest is of a max dtype, too: such a state has entered before.
-    entered = [any(is_max_dtype(leaves[i]) for i in pair) for pair in places.pairs]
-    new = places._replace(
-        pairs=tuple(pair for pair, is_in in zip(places.pairs, entered) if not is_in),
-        axes=tuple(axis for axis, is_in in zip(places.axes, entered) if not is_in),
-    )
-    states = lax.stop_gradient(new.states(leaves))
-    digests = each_alike(digest_of, states)
-    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
-    # all digests.
-    new.put(leaves, [s._replace(scale=to_digest(*digest)) for s, digest in zip(states, digests)])
-    for i in places.others:
-        leaves[i] = to_max_dtype(leaves[i])
+    new = [k for k, (i, _) in enumerate(places.pairs) if not is_max_dtype(leaves[i])]
+    places = Places(tuple(places.pairs[k] for k in new), tuple(places.axes[k] for k in new), ())
+    states = places.states(leaves)
+    # The digests have the gradients of the histories, too.
+    histories = [lax.stop_gradient(state.amax_history) for state in states]
+    places.put(leaves, list(map(ScalingState, digests(states), histories)))
     return treedef.unflatten(leaves)
 
 
-def as_read(entered: Any) -> Any:
-    """Returns the variables to call the loss with; called inside the differentiated function.
+def enter(tree: Any) -> Any:
+    """Returns the variables that JAX differentiates: each scale is replaced by its digest.
 
-    The argument is the result of ``enter``. Each history loses its gradient, because the digest has it, and
-    gets a dtype that refuses arithmetic.
+    ``enter`` and ``leave`` do outside of a gradient what ``merge_by_max`` does inside of it.
+
+    Raises:
+        TypeError: a leaf of scaling state is not float32.
     """
-    paths, leaves, treedef = flatten(entered)
-    for _, j in find_pairs(paths):
-        if not is_max_dtype(leaves[j]):
-            leaves[j] = to_max_dtype(lax.stop_gradient(leaves[j]))
-    return treedef.unflatten(leaves)
+    return merge_by_max(map_state(lax.stop_gradient, lambda leaf: leaf, tree))
 
 
 def leave(tree: Any, cotangents: Any) -> Any:
@@ -222,36 +197,9 @@ def leave(tree: Any, cotangents: Any) -> Any:
     """
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    # The scales and the amaxes of the step.
-    numbers = [
-        [jnp.moveaxis(x, axis, -1) for x in digested(grads[i], 2)]
-        for (i, _), axis in zip(places.pairs, places.axes)
-    ]
-    places.put(grads, each_alike(next_state, places.states(leaves), *zip(*numbers), in_parts=True))
-    for i in places.others:
-        grads[i] = _kept_other(leaves[i], from_max_dtype(grads[i]))
+    of_digests = [state.scale for state in places.states(grads)]
+    places.put(grads, next_states(places.states(leaves), of_digests))
     return treedef.unflatten(grads)
-
-
-def merge_by_max(tree: Any) -> Any:
-    """Makes ``jax.grad`` return the next state; returns the variables to call the model with.
-
-    ``fp8flax.grad`` calls ``enter`` before the differentiated function, and ``leave`` after it. This
-    function does both for ``jax.grad``: it returns ``as_read(enter(tree))``, and its backward rule is
-    ``leave``. Call it once, inside the differentiated function and before ``apply``, as
-    ``TrainState.apply_fn`` does.
-    """
-    paths, leaves, treedef = flatten(tree)
-    enters = [found and not is_max_dtype(leaf) for found, leaf in zip(find_state(paths), leaves)]
-    # All other leaves are left out of the ``custom_vjp``, so that they keep their derivatives of any order.
-    state = treedef.unflatten([leaf if new else None for leaf, new in zip(leaves, enters)])
-    entered = treedef.flatten_up_to(_entered(state)) if any(enters) else leaves
-    return as_read(treedef.unflatten([x if new else leaf for x, leaf, new in zip(entered, leaves, enters)]))
-
-
-# The backward rule computes no derivative: the cotangent of the state is its next value.
-_entered = jax.custom_vjp(enter)
-_entered.defvjp(lambda state: (enter(state), state), lambda state, cotangents: (leave(state, cotangents),))
 
 
 def from_max(tree: Any) -> Any:
@@ -265,26 +213,23 @@ def from_max(tree: Any) -> Any:
 def new_leaves(old: Any, new: Any) -> list[Any]:
     """Returns the leaves of the gradient of ``old``, with scaling state in float32; see ``kept_tree``."""
     paths, old_leaves, treedef = flatten(old)
-    leaves = treedef.flatten_up_to(new)
-    for i, found in enumerate(find_state(paths)):
-        if not found:
-            continue
-        check_state_dtype(paths[i], leaves[i])
-        leaves[i] = from_max_dtype(leaves[i])
-        if leaves[i].shape != old_leaves[i].shape:
-            raise ValueError(
-                f"The scaling state at {path_str(paths[i])} has shape {old_leaves[i].shape}, its new value "
-                f"{leaves[i].shape}. Pass the gradient with respect to the same variables."
-            )
+    leaves = treedef.flatten_up_to(from_max(new))
+    for path, found, before, after in zip(paths, find_state(paths), old_leaves, leaves):
+        if found:
+            check_state_dtype(path, after)
+            if after.shape != before.shape:
+                raise ValueError(
+                    f"The scaling state at {path_str(path)} has shape {before.shape}, its new value "
+                    f"{after.shape}. Pass the gradient with respect to the same variables."
+                )
     return leaves
 
 
 def kept_tree(old: Any, new: Any) -> Any:
-    """Returns the next state, with the old state wherever the new one is not usable.
+    """Returns the next state, with the old state wherever the new one is not usable, see ``kept_state``.
 
-    The state of a tensor is taken from ``old`` if no gradient arrived. Its history is taken from ``old`` if
-    the data held a NaN or an Inf. Leaves that are not scaling state are taken from ``new``. ``kept_tree``
-    trusts that a step produced ``new``; ``_train.check.checked_next_state`` checks that, too.
+    All other leaves are taken from ``new``. ``kept_tree`` trusts that a step produced ``new``;
+    ``_train.check.checked_next_state`` checks that, too.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
@@ -296,24 +241,8 @@ def kept_tree(old: Any, new: Any) -> Any:
         ValueError: the structures or the shapes of the scaling state differ.
     """
     paths, old_leaves, treedef = flatten(old)
-    leaves = new_leaves(old, new)
-    places = Places.of(paths, old_leaves)
-    olds, news = places.states(old_leaves), places.states(leaves)
-    places.put(leaves, each_alike(kept_state, olds, news, in_parts=True))
-    for i in places.others:
-        leaves[i] = _kept_other(old_leaves[i], leaves[i])
+    places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
+    places.put(
+        leaves, each_alike(kept_state, places.states(old_leaves), places.states(leaves), in_parts=True)
+    )
     return treedef.unflatten(leaves)
-
-
-def _kept_other(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns the value after a step of state that is not a pair of a scale and a history.
-
-    The old value is kept where the new value is not finite.
-    """
-    return jnp.where(lax.is_finite(new), new, old)
-
-
-def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
-    """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
-    paths, leaves, treedef = flatten(tree)
-    return treedef.unflatten([(f if s else g)(leaf) for s, leaf in zip(find_state(paths), leaves)])

@@ -1,5 +1,6 @@
 """The scale of a step and the next state of one tensor, beside NumPy and Flax's rule."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,28 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import to_digest, to_max_dtype
+import fp8flax as fp8
+from fp8flax._compat.max_dtype import fp32_max_grad, of_floats, to_digest
 from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
-    DelayedConfig,
     ScalingState,
-    as_state,
     calibrated_state,
     digest_of,
     kept_state,
     next_state,
     scale_of,
-    step_scales,
+    step_scale,
 )
-from fp8flax._core.state.tree import as_read, enter, leave
+from fp8flax._core.state.tree import enter, leave
 from tests import reference
 from tests.cases import cells
 
 pytestmark = pytest.mark.optimized
 
 F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
-DELAYED = DelayedConfig(F32, np.dtype(E4M3))
+DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
 NAMES = {np.dtype(E4M3): "float8_e4m3fn", np.dtype(E5M2): "float8_e5m2"}
 
 
@@ -65,14 +65,14 @@ def flax_scales(amaxes, q_dtype, length=1024):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"power_2": True, "margin": 1}, {"amax_compute_algo": "most_recent"}],
+    [{}, {"use_power_2_scales": True, "margin": 1}, {"amax_compute_algo": "most_recent"}],
     ids=str,
 )
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_subnormal_amax_of_a_history_counts_as_zero(length, options, wrap):
     @wrap
     def of_history(history):
-        return scale_of(DELAYED._replace(**options), ScalingState(jnp.full((1,), 0.3), history))
+        return scale_of(dataclasses.replace(DELAYED, **options), ScalingState(jnp.full((1,), 0.3), history))
 
     for rest in (np.zeros(length - 1), [0.0] * (length - 2) + [8.0] if length > 1 else []):
         scale, expected = (of_history(jnp.float32([newest, *rest])) for newest in (1e-40, 0.0))
@@ -92,8 +92,8 @@ def test_the_scales_are_flax_to_the_bit(q_dtype, length):
     amaxes = np.exp(np.random.default_rng(length).standard_normal(60))
     amaxes[[7, 30]] = 0.0
     amaxes[11] *= 20
-    config = DelayedConfig(F32, np.dtype(q_dtype))
-    want = flax_scales(amaxes, NAMES[config.q_dtype], length)
+    config = fp8.DelayedQuantizer(dtype=q_dtype)
+    want = flax_scales(amaxes, NAMES[config.dtype], length)
     np.testing.assert_array_equal(scales_over_steps(amaxes, config, length), want)
 
 
@@ -132,25 +132,24 @@ def test_the_gradient_of_a_state_is_its_next_value(form):
     """However it enters a gradient, and for every option: the amax is the cotangent of the scale."""
     configs = {
         "usual": DELAYED,
-        "margin": DELAYED._replace(margin=2),
-        "power": DelayedConfig(F32, np.dtype(E5M2), power_2=True),
-        "newest": DELAYED._replace(amax_compute_algo="most_recent"),
+        "margin": dataclasses.replace(DELAYED, margin=2),
+        "power": fp8.DelayedQuantizer(dtype=E5M2, use_power_2_scales=True),
+        "newest": dataclasses.replace(DELAYED, amax_compute_algo="most_recent"),
     }
     scale, history = jnp.full((1,), 0.5), jnp.float32([2.0, 5.0, 1.0])
 
     def scales(scale, history, config):
         state = ScalingState(scale, history)
         if form == "max":
-            state = ScalingState(*map(to_max_dtype, state))
-        return step_scales({"x": config}, {"x": state})["x"]
+            state = ScalingState(*(of_floats(fp32_max_grad, x) for x in state))
+        return step_scale(config, state)
 
     for config in configs.values():
         if form == "digest":
             tree = {"x_scale": scale, "x_amax_history": history}
 
             def of_entered(entered, config=config):
-                read = as_read(entered)
-                return scales(read["x_scale"], read["x_amax_history"], config)
+                return scales(entered["x_scale"], entered["x_amax_history"], config)
 
             used, back = jax.vjp(of_entered, enter(tree))
             left = leave(tree, back(jnp.float32(7.0))[0])
@@ -177,7 +176,7 @@ def test_kept_state_checks_each_stacked_tensor():
 @pytest.mark.parametrize("margin", [0, 2])
 def test_calibrating_the_scale_follows_from_the_amax_of_this_step(margin):
     old = ScalingState(jnp.full((1,), 0.5), jnp.float32([2.0, 0.0]))
-    config = DELAYED._replace(margin=margin)
+    config = dataclasses.replace(DELAYED, margin=margin)
     new = calibrated_state(config, old, jnp.float32([7.0]))
     np.testing.assert_array_equal(new.amax_history, [7.0, 2.0])
     expected = reference.next_scale([7.0, 2.0], np.ones((1,)), "float8_e4m3fn", margin)
@@ -189,8 +188,3 @@ def test_calibrating_keeps_the_scale_for_zeros_and_the_state_without_data():
     new = calibrated_state(DELAYED, old, jnp.float32([[0.0], [-np.inf]]))
     np.testing.assert_array_equal(new.scale, old.scale)
     np.testing.assert_array_equal(new.amax_history, old.amax_history)
-
-
-def test_state_of_two_dtypes():
-    with pytest.raises(TypeError, match="same dtype"):
-        as_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))

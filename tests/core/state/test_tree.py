@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import to_digest, to_floats, to_max_dtype
+from fp8flax._compat.max_dtype import is_digest, to_digest, to_floats
 from fp8flax._core import names
 from fp8flax._core.state import tree
 
@@ -116,25 +116,28 @@ def test_layers_stacked_along_another_axis(length):
 
 @pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
-def test_only_state_is_cast(freeze):
-    cast = tree.merge_by_max(freeze(OLD))
-    assert cast["params"]["w"] is OLD["params"]["w"]
-    leaves = jax.tree.leaves(cast[OWG])
-    assert len(leaves) == 6
-    assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in leaves)
-    assert_trees_equal(tree.from_max(cast), freeze(OLD))
+def test_only_scales_are_replaced(freeze):
+    variables = freeze(OLD)
+    entered = tree.merge_by_max(variables)
+    before, after = jax.tree.leaves(variables), jax.tree.leaves(entered)
+    assert [is_digest(x) for x in after] == [x.shape == (1,) for x in before]
+    assert entered["params"]["w"] is OLD["params"]["w"]
+    assert_trees_equal(tree.from_max(entered), variables)
+    assert_trees_equal(tree.from_max(tree.merge_by_max(entered)), variables)
 
 
-def test_a_bare_collection_is_recognised_by_its_names():
-    cast = tree.merge_by_max(OLD[OWG])
-    assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in jax.tree.leaves(cast))
-    assert tree.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
-
-
-def test_foreign_leaves_of_the_collection_are_overwritten_as_they_are():
-    old = {OWG: {"other": {"moment": jnp.ones((2,))}}}
-    new = {OWG: {"other": {"moment": jnp.zeros((2,))}}}
-    assert_trees_equal(tree.kept_tree(old, new), new)
+def test_state_is_found_by_its_names():
+    """Also under other names than those of our ops, but not among parameters."""
+    state = {"x_scale": jnp.ones((1,)), "x_amax_history": jnp.ones((4,))}
+    foreign, alone = {"moment": jnp.ones((2,), jnp.bfloat16)}, {"x_scale": jnp.ones((2,))}
+    variables = {"params": state, "mine": state, "alone": alone}
+    entered = tree.merge_by_max(variables)
+    assert is_digest(entered["mine"]["x_scale"])
+    assert entered["params"] is not None
+    assert not is_digest(entered["params"]["x_scale"])
+    assert not is_digest(entered["alone"]["x_scale"])
+    assert not tree.has_state({"params": state, "other": foreign})
+    assert tree.has_state({OWG: alone})
 
 
 def test_narrow_state_is_refused_by_name():
@@ -144,15 +147,6 @@ def test_narrow_state_is_refused_by_name():
         tree.merge_by_max(bad)
     with pytest.raises(TypeError, match=message):
         tree.kept_tree(OLD, bad)
-
-
-def test_state_without_a_partner_is_taken_where_it_is_finite():
-    old = {OWG: {"other": {"moment": jnp.ones(3)}}}
-    new = {OWG: {"other": {"moment": jnp.array([2.0, -jnp.inf, jnp.inf])}}}
-    left = tree.leave(old, jax.tree.map(to_max_dtype, new))
-    np.testing.assert_array_equal(left[OWG]["other"]["moment"], [2.0, 1.0, 1.0])
-    kept = tree.kept_tree(old, new)
-    np.testing.assert_array_equal(kept[OWG]["other"]["moment"], [2.0, 1.0, 1.0])
 
 
 def test_another_shape_is_refused_by_name():
