@@ -109,11 +109,10 @@ class TestStateAsNumbers:
     """Inside of the differentiated function the state stands for its next value."""
 
     @un_jitted_too
-    @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
     @pytest.mark.parametrize("arithmetic", ARITHMETIC)
-    def test_arithmetic_is_refused(self, arithmetic, name, wrap):
+    def test_arithmetic_is_refused(self, arithmetic, wrap):
         def loss(variables):
-            return jnp.sum(ARITHMETIC[arithmetic](leaf_of(variables, name)))
+            return jnp.sum(ARITHMETIC[arithmetic](leaf_of(variables, "kernel_scale")))
 
         for gradient in (fp8.grad, fp8.value_and_grad):
             with pytest.raises(REFUSED):
@@ -150,7 +149,7 @@ class TestStateAsNumbers:
 
     @un_jitted_too
     def test_a_cast_to_float32(self, wrap):
-        """A history that is cast has its values; a cast scale has no gradient that holds numbers."""
+        """A history is not changed; a cast scale has no gradient that holds numbers."""
 
         def total(variables):
             return jnp.sum(leaf_of(variables, "input_amax_history").astype(jnp.float32))
@@ -163,32 +162,6 @@ class TestStateAsNumbers:
             wrap(fp8.grad(lambda v: jnp.sum(leaf_of(v, "input_scale").astype(jnp.float32))))(variables)
         with pytest.raises(REFUSED):
             wrap(fp8.grad(lambda v: mse(jax.tree.map(lambda x: x.astype(jnp.float32), v), X)))(variables)
-
-        def history_as_float32(path, leaf):
-            return leaf.astype(jnp.float32) if path[-1].key.endswith("history") else leaf
-
-        with pytest.raises(TypeError, match="same dtype"):
-            wrap(fp8.grad(lambda v: mse(jax.tree_util.tree_map_with_path(history_as_float32, v), X)))(
-                variables
-            )
-
-    @un_jitted_too
-    @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
-    def test_debug_print_shows_the_values(self, name, wrap, capsys):
-        seen = []
-
-        def loss(variables):
-            leaf = leaf_of(variables, name)
-            jax.debug.print("it is {}", leaf)
-            jax.debug.callback(lambda x: seen.append(np.asarray(x)), leaf)
-            return jnp.sum(variables["params"]["second"]["bias"])
-
-        variables = trained()
-        wrap(fp8.grad(loss))(variables)
-        jax.effects_barrier()
-        expected = np.asarray(leaf_of(variables, name))
-        assert capsys.readouterr().out == f"it is {expected}\n"
-        np.testing.assert_array_equal(seen, [expected])
 
     def test_other_errors_pass(self):
         def f(variables):
