@@ -23,12 +23,9 @@ def hoisted(
 ) -> Callable[[Any], Any]:
     """Returns ``lambda varying: f(invariant, varying)``; this call computes some intermediate values.
 
-    Args:
-        f: a function of two trees of arrays.
-        invariant: the first argument of ``f``.
-        example: a second argument of ``f``, with the shapes and dtypes of all arguments ``varying``.
-        is_kept: a policy of ``jax.checkpoint``. Of the intermediate values that depend on ``invariant``
-            only, this call computes those that the policy saves. The returned function computes all others.
+    They are those that depend on ``invariant`` only and that ``is_kept``, a policy of ``jax.checkpoint``,
+    saves. The returned function computes all others. Both arguments of ``f`` are trees of arrays;
+    ``example`` has the shapes and dtypes of ``varying``.
     """
     fixed, varying = jax.tree.leaves(invariant), jax.tree.leaves(example)
     closed, out = jax.make_jaxpr(f, return_shape=True)(invariant, example)

@@ -30,6 +30,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
+_FLOAT32 = np.dtype(np.float32)
+
+
 class _MaxDtypeRules:
     """The rules that JAX calls for an extended dtype; each method's name and signature are JAX's."""
 
@@ -37,7 +40,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def physical_element_aval(dtype: MaxDtype) -> core.ShapedArray:
-        return core.ShapedArray(dtype.element_shape, dtype.float_dtype)
+        return core.ShapedArray(dtype.element_shape, _FLOAT32)
 
     @staticmethod
     def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
@@ -46,7 +49,7 @@ class _MaxDtypeRules:
     @staticmethod
     def zero(dtype: MaxDtype) -> Any:
         # -inf is the identity of max. It also distinguishes "no gradient" from a gradient of 0.
-        return of_floats(dtype, np.full(dtype.element_shape, -np.inf, dtype.float_dtype))
+        return of_floats(dtype, np.full(dtype.element_shape, -np.inf, _FLOAT32))
 
     @staticmethod
     def tangent_dtype(dtype: MaxDtype) -> MaxDtype:
@@ -54,7 +57,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
-        return of_floats(dtype, jnp.full((*shape, *dtype.element_shape), fill_value, dtype.float_dtype))
+        return of_floats(dtype, jnp.full((*shape, *dtype.element_shape), fill_value, _FLOAT32))
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
@@ -66,10 +69,7 @@ class _MaxDtypeRules:
 
 
 class _DigestRules(_MaxDtypeRules):
-    """The rules of a dtype whose elements have several floats, for which ``astype`` raises an error.
-
-    JAX's ``astype`` would return all floats of each element, where its caller expects one value.
-    """
+    """The rules of a digest. Its ``astype``, which would return all floats of an element, is an error."""
 
     allow_conversion: bool = False
 
@@ -80,16 +80,14 @@ class _MaxScalar(dtypes.extended):
 
 @dataclasses.dataclass(frozen=True)
 class MaxDtype(dtypes.ExtendedDType):
-    """A float dtype whose cotangents merge by ``max``, where those of other dtypes are added."""
+    """A dtype of float32 numbers whose cotangents merge by ``max``; those of other dtypes are added."""
 
-    float_dtype: np.dtype
     element_shape: tuple[int, ...] = ()
     """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
     type: type = _MaxScalar
 
     def __repr__(self) -> str:
-        name = f"fp{8 * self.float_dtype.itemsize}_max_grad"
-        return f"{name}{list(self.element_shape)}" if self.element_shape else name
+        return f"fp32_max_grad{list(self.element_shape) or ''}"
 
     @property
     def name(self) -> str:
@@ -101,7 +99,7 @@ class MaxDtype(dtypes.ExtendedDType):
 
     @property
     def itemsize(self) -> int:
-        return self.float_dtype.itemsize * math.prod(self.element_shape)
+        return 4 * math.prod(self.element_shape)
 
 
 class MaxArray(earray.EArray):
@@ -132,13 +130,13 @@ _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_float
 
 def _aval_of_floats(x: Any, *, dtype: MaxDtype) -> Any:
     ndim = x.ndim - len(dtype.element_shape)
-    assert (x.dtype, x.shape[ndim:]) == (dtype.float_dtype, dtype.element_shape)
+    assert (x.dtype, x.shape[ndim:]) == (_FLOAT32, dtype.element_shape)
     sharding = x.sharding.update(spec=x.sharding.spec[:ndim])
     return x.update(shape=x.shape[:ndim], dtype=dtype, sharding=sharding)
 
 
 def _aval_to_floats(x: Any) -> Any:
-    return x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=x.dtype.float_dtype)
+    return x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=_FLOAT32)
 
 
 _of_floats_p.def_abstract_eval(_aval_of_floats)
@@ -164,7 +162,7 @@ def to_floats(x: Any) -> Any:
     return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
 
-fp32_max_grad = MaxDtype(np.dtype(np.float32))
+fp32_max_grad = MaxDtype()
 """Float32 dtype whose gradients merge by maximum instead of by sum.
 
 Cast a float32 scale or amax history to this dtype *inside* the differentiated function. The gradient
@@ -183,7 +181,7 @@ Example:
 """
 
 
-digest_dtype = MaxDtype(np.dtype(np.float32), (3,))
+digest_dtype = MaxDtype((3,))
 """The dtype of a digest, which takes the place of a scale during a step (see ``state.state``).
 
 Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
@@ -242,7 +240,7 @@ def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
         pads.append((start, size - end, stride - 1))
     pads += [(0, 0, 0)] * len(dtype.element_shape)
     # The elements that the slice left out get no gradient, which is -inf.
-    padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
+    padded = lax.pad(to_floats(g), np.float32(-np.inf), pads)
     operand.accum(of_floats(dtype, padded))
 
 

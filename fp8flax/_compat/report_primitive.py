@@ -53,14 +53,10 @@ batching.primitive_batchers[_report_p] = _batched
 def with_report(
     x: jax.Array, numbers: jax.Array, receive: Callable[..., None], label: Hashable
 ) -> jax.Array:
-    """Returns ``x``, and reports numbers to the host.
+    """Returns ``x``; if the result is used, the program calls ``receive(label, numbers)`` on the host.
 
-    Args:
-        x: the array that the report is bound to: if the result is used, the report is made.
-        numbers: the array to report. Under ``jax.vmap`` the batch is its first axis.
-        receive: a function of a module, which JAX's caches keep alive. It is called with ``label`` and
-            ``numbers`` whenever the program makes the report.
-        label: identifies the report.
+    Under ``jax.vmap`` the batch is the first axis of the numbers. JAX's caches keep ``receive`` alive: it
+    must be a function of a module.
     """
     result: jax.Array = _report_p.bind(x, numbers, receive=receive, label=label)
     return result

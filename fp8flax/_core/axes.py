@@ -13,16 +13,9 @@ def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the maximum of ``amax`` over all data that share ``state``.
 
     The maximum is taken over each batch axis of ``jax.vmap``, and over each manual axis of
-    ``jax.shard_map``, that ``amax`` has and ``state`` does not have. The result is batched, and varies over
-    manual axes, as ``state`` does.
-
-    Args:
-        amax: the amax of the data, a float.
-        state: the scale, or another float32 array of the shape of ``amax``, from the scaling state that the
-            amax is for. Only its axes matter, not its value.
-
-    Returns:
-        The amax of the step, float32.
+    ``jax.shard_map``, that ``amax`` has and ``state`` does not have. The result is float32. It is batched,
+    and varies over manual axes, as ``state`` does: the scale, or another array of the shape of ``amax``
+    from the scaling state that the amax is for.
     """
     amax = amax.astype(jnp.float32)
     axes = manual_axes(amax) - manual_axes(state)

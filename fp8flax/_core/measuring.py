@@ -1,4 +1,4 @@
-"""Measures the quantization error of one tensor, and merges what was measured in several calls."""
+"""Measures the quantization error of one tensor, and computes statistics of several calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8flax._core.shapes import Float, Float32
 
 
 class Numbers(NamedTuple):
-    """Numbers that describe the quantization of one tensor, and that ``merged`` can merge over calls."""
+    """Numbers that describe the quantization of one tensor in one call."""
 
     values: Any
     """Count of the finite elements that are not zero. Subnormal float32 numbers count as zero."""
@@ -28,9 +28,9 @@ class Numbers(NamedTuple):
     saturated: Any
     """Count of the ``values`` that are clipped to the largest FP8 value."""
     signal: Any
-    """Root mean square of the ``values``; in the result of ``merged``, the sum of their squares."""
+    """Root mean square of the ``values``."""
     noise: Any
-    """The same of the quantization errors of the ``values``."""
+    """Root mean square of the quantization errors of the ``values``."""
     nonfinite: Any
     """Count of the NaN and Inf elements."""
     amax: Any
@@ -45,16 +45,10 @@ class Numbers(NamedTuple):
 def numbers_of(
     quantizer: Quantizer, dims: Dims, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
 ) -> Float32[jax.Array, " numbers"]:
-    """Returns the ``Numbers`` of one tensor under one quantizer, as one array.
+    """Returns the ``Numbers`` of a tensor under the quantizer of one GEMM, as one array.
 
     The caller stops the gradients of ``x`` and of the scale. The counts have the precision of float32, for
     fewer than 2**32 elements.
-
-    Args:
-        quantizer: the quantizer of the tensor for one GEMM.
-        dims: the tensor's dimensions in that GEMM.
-        x: the tensor, a wide float.
-        delayed_scale: the scale of delayed scaling; None if the quantizer computes the scale from ``x``.
     """
     q = quantizer.quantize(x, dims, delayed_scale)
     # A number of NumPy, so that float64 stays float64 under strict promotion.
@@ -100,21 +94,21 @@ def numbers_of(
     return jnp.stack([number.astype(np.float32) for number in numbers])
 
 
-def merged(records: np.ndarray) -> Numbers:
-    """Returns the numbers of several calls together, as float64 numbers on the host.
+def statistics_of(records: np.ndarray) -> dict[str, float]:
+    """Returns the statistics of a tensor from the ``numbers_of`` its calls, stacked along the first axis.
 
-    Args:
-        records: arrays of ``numbers_of``, stacked along the first axis.
+    They are what ``fp8flax.statistics`` returns.
     """
     each = Numbers(*np.asarray(records, np.float64).T)
-    return Numbers(
-        values=np.sum(each.values),
-        underflowed=np.sum(each.underflowed),
-        saturated=np.sum(each.saturated),
-        signal=np.sum(each.values * each.signal**2),
-        noise=np.sum(each.values * each.noise**2),
-        nonfinite=np.sum(each.nonfinite),
-        amax=np.max(each.amax),
-        scale=np.max(each.scale),
-        headroom=np.min(each.headroom),
-    )
+    count = max(np.sum(each.values), 1)
+    signal, noise = (np.sum(each.values * np.square(size)) for size in (each.signal, each.noise))
+    found = {
+        "underflow": np.sum(each.underflowed) / count,
+        "saturation": np.sum(each.saturated) / count,
+        "sqnr": 10 * np.log10(signal / noise) if noise else np.inf,
+        "headroom": np.min(each.headroom),
+        "amax": np.max(each.amax),
+        "scale": np.max(each.scale),
+        "nonfinite": np.sum(each.nonfinite),
+    }
+    return {name: float(number) for name, number in found.items()}

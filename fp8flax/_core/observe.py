@@ -100,18 +100,10 @@ def report_amax_of_cotangent(
     state: ScalingState,
     *extra: jax.Array,
 ) -> jax.Array:
-    """Returns ``out``. The backward pass reports the amax of the cotangent ``g``, for ``calibrate``.
+    """Returns ``out``. The backward pass reports the amax of its cotangent ``g``, for ``calibrate``.
 
-    The "gradient" of the state depends on the report. So ``calibrate`` needs no gradient but that of the
-    state.
-
-    Args:
-        quantizer: the quantizer of the cotangent.
-        amax_of: ``amax_of(g, *extra)`` returns the amax.
-        out: the array whose cotangent is observed.
-        scale: the scale of ``step_scale``.
-        state: the state of the cotangent.
-        *extra: further arrays for ``amax_of``.
+    The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
+    needs no gradient but that of the state. The amax is ``amax_of(g, *extra)``.
     """
     if not mode.value.backward:
         return out
@@ -127,18 +119,11 @@ def _report_cotangent(
     return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
 
 
-def on_cotangent(
-    f: Callable[[Any, Any], tuple[Any, Any]], x: Any, args: Any, *, innermost_only: bool = False
-) -> Any:
-    """Returns ``x``. The backward pass calls ``f(g, args)`` with the cotangent ``g`` of the result.
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any, *, innermost_only: bool = False) -> Any:
+    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
 
-    Args:
-        f: a function that returns the cotangents of ``x`` and of ``args``.
-        x: an array, or a tree of arrays.
-        args: a tree of arrays for ``f``. For a scale of ``step_scales``, ``f`` returns the amax as the
-            cotangent.
-        innermost_only: whether ``f`` is called for the innermost gradient only, if a model takes a gradient
-            inside its forward pass. If False, it is called for each outer gradient, too.
+    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
+    inside its forward pass, ``f`` is called for each outer gradient, too, unless ``innermost_only``.
     """
     return _on_cotangent(f, innermost_only, x, args)
 

@@ -31,12 +31,27 @@ from fp8flax._core.quantize import (
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.state.state import as_state, step_scale
+from fp8flax._core.state.state import ScalingState, is_state_dtype, step_scale
 
 
 def _quantizer(q_dtype: Any) -> DelayedQuantizer:
     """Returns the quantizer of the public functions."""
     return DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype"))
+
+
+def _as_state(scale: Any, amax_history: Any) -> ScalingState:
+    """Returns the state that a user passes to the public functions, after a check of dtypes and shapes."""
+    state = ScalingState(*(x if is_max_dtype(x) else jnp.asarray(x) for x in (scale, amax_history)))
+    for name, value in state._asdict().items():
+        if not is_state_dtype(value):
+            raise TypeError(f"{name} must be float32 or fp32_max_grad; got {value.dtype}. Do not cast it.")
+    if state.scale.shape not in ((), (1,)):
+        raise ValueError(f"scale must be a scalar or have shape (1,); got shape {state.scale.shape}.")
+    if state.amax_history.ndim != 1 or state.amax_history.size == 0:
+        raise ValueError(
+            f"amax_history must have shape (length,) with length 1 or more; got {state.amax_history.shape}."
+        )
+    return state
 
 
 def _there_and_back(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -120,7 +135,7 @@ def in_qdq(
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     quantizer, inp = _quantizer(q_dtype), as_float_array(inp, "inp")
-    state = as_state(scale, amax_history)
+    state = _as_state(scale, amax_history)
     if is_calibrating():
         return report_amax(quantizer, inp, delayed_amax(inp), state)
     return in_qdq_with_scale(quantizer, inp, step_scale(quantizer, state), compute_dtype)
@@ -152,7 +167,7 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     quantizer, out = _quantizer(q_dtype), as_float_array(out, "out")
-    state = as_state(scale, amax_history)
+    state = _as_state(scale, amax_history)
     new_scale = step_scale(quantizer, state)
     if is_calibrating():
         return report_amax_of_cotangent(quantizer, delayed_amax, out, new_scale, state)
@@ -184,7 +199,7 @@ def in_q(
     Source: ``flax.linen.fp8_ops.in_q``.
     """
     quantizer, inp = _quantizer(q_dtype), jax.lax.stop_gradient(as_float_array(inp, "inp"))
-    state = as_state(scale, amax_history)
+    state = _as_state(scale, amax_history)
     if is_calibrating():
         inp = report_amax(quantizer, inp, delayed_amax(inp), state)
         state = state._replace(scale=jnp.ones_like(state.scale))  # it was the number of the tensor

@@ -164,20 +164,10 @@ def quantize_dequantize(
     scale: Float[ArrayLike, "*scale"],
     compute_dtype: DTypeLike = jnp.float32,
 ) -> Float[jax.Array, "*dims"]:
-    """Casts ``x`` to FP8 and back ("fake quantization").
+    """Casts ``x`` to FP8 and back ("fake quantization"); returns an array of the shape and dtype of ``x``.
 
-    Args:
-        x: array of any shape, bfloat16, float16, float32 or float64.
-        q_dtype: FP8 dtype to cast to.
-        scale: one element, or per slice with the reduced dimensions kept at size 1.
-        compute_dtype: dtype of the division and of the multiplication back; see ``quantize``.
-
-    Returns:
-        Array of ``x``'s shape and dtype.
-
-    Raises:
-        TypeError: an argument has another dtype than those above.
-        ValueError: ``scale`` does not fit ``x``.
+    The arguments and the errors are those of ``quantize``. The multiplication back is in ``compute_dtype``,
+    too.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -225,17 +215,7 @@ def cast_to_representable(
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
     float32 product only by its accumulation, see ``fp8flax.GemmRecipe``.
 
-    Args:
-        x: array of any shape, bfloat16, float16, float32 or float64.
-        q_dtype: FP8 dtype.
-        scale: one element, or per slice with the reduced dimensions kept at size 1.
-
-    Returns:
-        Array of ``x``'s shape and dtype.
-
-    Raises:
-        TypeError: an argument has another dtype than those above.
-        ValueError: ``scale`` does not fit ``x``.
+    The arguments, the errors and the result are those of ``quantize_dequantize``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8

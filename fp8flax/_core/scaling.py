@@ -35,15 +35,11 @@ def finite_amax(
 def delayed_amax(
     x: Float[jax.Array, "*dims"], where: Bool[jax.Array, "*#dims"] | None = None
 ) -> Float[jax.Array, ""]:
-    """Returns the amax of a tensor, in its dtype, as the update of the scaling state needs it.
+    """Returns the amax of a tensor, in its wide dtype, as the update of the scaling state needs it.
 
-    The amax is inf if the tensor holds a NaN or an Inf. It is -inf if the tensor is empty, and then loses
-    every maximum. (A NaN is encoded as inf, because a maximum over devices can lose a NaN, at least on
-    CPUs.)
-
-    Args:
-        x: an array of a wide float dtype.
-        where: mask of the elements that count; None for all.
+    The amax is inf if the tensor holds a NaN or an Inf. It is -inf if no element is ``where`` the mask is
+    True, and then loses every maximum. (A NaN is encoded as inf, because a maximum over devices can lose a
+    NaN, at least on CPUs.)
     """
     magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
     if where is not None:
@@ -60,15 +56,6 @@ def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
 
 
-def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the exponent and the mantissa bits of positive normal float32 numbers, both int32.
-
-    A number is ``(1 + mantissa / 2**23) * 2**exponent``.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.shift_right_logical(bits, np.int32(23)) - np.int32(127), bits & np.int32(0x7FFFFF)
-
-
 def scale_exponent(
     amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
 ) -> Int32[jax.Array, "*dims"]:
@@ -83,11 +70,12 @@ def scale_exponent(
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
-    exponent, mantissa = _exponent_and_mantissa(amax)
-    max_bits = np.float32(fp8_max).view(np.int32)
-    result = exponent - np.int32((max_bits >> 23) - 127 - margin)
+    # A normal float32 number has its exponent plus 127 in bits 23 to 30, and its mantissa below.
+    bits, max_bits = lax.bitcast_convert_type(amax, jnp.int32), np.float32(fp8_max).view(np.int32)
+    result = lax.shift_right_logical(bits, np.int32(23)) - np.int32((max_bits >> 23) - margin)
     if rounding == "up":
-        result = result + (mantissa > np.int32(max_bits & 0x7FFFFF)).astype(jnp.int32)
+        mantissa, mantissa_of_max = (x & np.int32(0x7FFFFF) for x in (bits, max_bits))
+        result = result + (mantissa > mantissa_of_max).astype(jnp.int32)
     return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
 
 
@@ -100,12 +88,9 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
 def current_scale(
     amax: Float32[jax.Array, "*dims"], fp8_max: float, *, power_2: bool = False
 ) -> Float32[jax.Array, "*dims"]:
-    """Returns the float32 scale of current scaling; 1 if the amax is 0.
+    """Returns the float32 scale of current scaling for each ``finite_amax``; 1 if the amax is 0.
 
-    Args:
-        amax: the ``finite_amax`` of each tensor, row or block.
-        fp8_max: largest finite value of the FP8 dtype.
-        power_2: whether the scale is rounded up to a power of two.
+    With ``power_2`` the scale is rounded up to a power of two.
     """
     if power_2:
         return power_of_two(scale_exponent(amax, fp8_max, "up"))
@@ -243,8 +228,8 @@ def apply_scales(
     Args:
         total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums, which
             only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80.
-        lhs_scale: scales of the left operand, float32, normal numbers; they broadcast with ``total``.
-        rhs_scale: scales of the right operand, float32, normal numbers; they broadcast with ``total``.
+        lhs_scale: scales of the left operand, normal numbers that broadcast with ``total``.
+        rhs_scale: scales of the right operand, as ``lhs_scale``.
     """
     # The first product, total * (lhs_scale / last), is always 0 or a normal number. If ``last`` is 2**48,
     # this product is 0 or at least 1, so rhs_scale cannot make it underflow. If ``last`` is 2**-32, it is

@@ -17,7 +17,7 @@ from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, P
 from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.recipes import Recipe
-from fp8flax._core.state.tree import key_name
+from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.contraction_site import Contraction, contraction
@@ -200,9 +200,7 @@ class Call(Interception):
         """Tells ``origins`` of the parameters in a scope."""
         if self.owns(scope.root):
             leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(_params_of(scope)))[0]
-            self.origins.add(
-                ((*scope.path, *(str(key_name(key)) for key in path)), leaf) for path, leaf in leaves
-            )
+            self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
 
     # How a contraction is computed.
 

@@ -240,7 +240,7 @@ def _is_box(x: Any) -> bool:
 def _leaves(tree: Any) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {tuple(map(str, path_names(keys))): leaf for keys, leaf in found}
+    return {path_names(keys): leaf for keys, leaf in found}
 
 
 def _get(params: Mapping[Path, Any], path: Path) -> Any:
@@ -266,7 +266,7 @@ def _replaced(
     """
 
     def replace(keys: Any, leaf: Any) -> Any:
-        array = new.get(tuple(map(str, path_names(keys))), leaf)
+        array = new.get(path_names(keys), leaf)
         return leaf.replace_boxed(array) if _is_box(leaf) and array is not leaf else array
 
     params = jax.tree_util.tree_map_with_path(replace, params, is_leaf=_is_box)

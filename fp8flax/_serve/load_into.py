@@ -95,7 +95,7 @@ def load_into(
         )
     check_no_train_state(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
-    leaves: dict[Path, Any] = {tuple(map(str, path_names(keys))): leaf for keys, leaf in flat}
+    leaves: dict[Path, Any] = {path_names(keys): leaf for keys, leaf in flat}
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
     for path, leaf in leaves.items():

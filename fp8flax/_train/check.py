@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, STATE_LEAF_NAMES
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable, push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
@@ -266,19 +266,13 @@ def _states(variables: Any) -> dict[str, ScalingState]:
     """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
     paths, leaves, _ = flatten(variables)
     places = Places.of(paths, leaves)
-    for i in {i for pair in places.pairs for i in pair}.union(places.others):
+    for i in {i for pair in places.pairs for i in pair}:
         if isinstance(leaves[i], jax.core.Tracer):
             raise TypeError("check_state needs values, and these are traced. Call it outside of jax.jit.")
         if isinstance(leaves[i], jax.Array) and leaves[i].is_deleted():
             raise ValueError(
                 f"The value of {path_str(paths[i])} is lost, because a step took it by donate_argnums. "
                 "Copy the variables before the step: jax.tree.map(jnp.copy, variables)."
-            )
-    for i in places.others:
-        if path_str(paths[i]).rpartition("/")[-1] in STATE_LEAF_NAMES:
-            raise ValueError(
-                f"{path_str(paths[i])} of shape {leaves[i].shape} has no scale or history beside it whose "
-                "shape fits. Keep both, and restore both from one checkpoint."
             )
     return dict(zip((path_str(paths[j]) for _, j in places.pairs), places.states(leaves)))
 

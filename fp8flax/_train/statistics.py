@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.report_primitive import label_of
-from fp8flax._core.measuring import merged
+from fp8flax._core.measuring import statistics_of
 from fp8flax._core.mode import Observing, mode
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import collect
@@ -124,7 +124,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
             )
         found: Statistics = {}
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
-            found.setdefault("/".join(path), {})[role] = _statistics(reported[path, role])
+            found.setdefault("/".join(path), {})[role] = statistics_of(reported[path, role])
         return found
 
     return measure
@@ -151,19 +151,3 @@ def _refuse_shared_traces(program: Any) -> None:
 
 _NN_JIT = "core_fn"
 """The name of the function that ``nn.jit`` gives to ``jax.jit``."""
-
-
-def _statistics(records: np.ndarray) -> dict[str, float]:
-    """Returns the statistics of a tensor from the numbers of its calls."""
-    numbers = merged(records)
-    count = max(numbers.values, 1)
-    found = {
-        "underflow": numbers.underflowed / count,
-        "saturation": numbers.saturated / count,
-        "sqnr": 10 * np.log10(numbers.signal / numbers.noise) if numbers.noise else np.inf,
-        "headroom": numbers.headroom,
-        "amax": numbers.amax,
-        "scale": numbers.scale,
-        "nonfinite": numbers.nonfinite,
-    }
-    return {name: float(number) for name, number in found.items()}

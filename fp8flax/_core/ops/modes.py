@@ -34,7 +34,7 @@ from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
-from fp8flax._core.state.state import ScalingState, as_state, scale_of, step_scale
+from fp8flax._core.state.state import ScalingState, scale_of, step_scale
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -79,19 +79,16 @@ def run(
         plan = dataclasses.replace(plan, is_stored=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
-    checked = {}
-    for role in plan.configs:
-        scale, amax_history = getattr(states, role)
-        checked[role] = as_state(scale, amax_history, int(plan.dims[role][0].is_stack))
+    state_of = {role: getattr(states, role) for role in plan.configs}
     is_qdq = isinstance(plan, FakeQuantized)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        scales = {role: scale_of(plan.configs[role], state) for role, state in checked.items()}
+        scales = {role: scale_of(plan.configs[role], state) for role, state in state_of.items()}
         fixed = _Fixed(scales, None)
         return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
-    scales = {role: step_scale(plan.configs[role], state) for role, state in checked.items()}
+    scales = {role: step_scale(plan.configs[role], state) for role, state in state_of.items()}
     if is_calibrating():
-        return _calibrated(plan, (lhs, rhs), extra, checked, scales)
+        return _calibrated(plan, (lhs, rhs), extra, state_of, scales)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
     if mode.value is not None:

@@ -20,14 +20,11 @@ def each_alike(f: Callable[..., Any], *args: Sequence[Any], in_parts: bool = Fal
 
     A GPU stacks the trees whose arrays have equal types and shardings, and applies ``f`` to the stacked
     arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for CPUs would compile the stacked
-    computation again into every operation that reads a result.
+    computation again into every operation that reads a result. With ``in_parts``, a GPU applies ``f`` to
+    each part of the stack. Use it if the results are large: a stacked result would be copied into the
+    buffers that the step returns.
 
-    Args:
-        f: a function of trees of arrays, defined once: outside of jit, JAX's caches compare functions by
-            identity.
-        *args: for each argument of ``f``, the list of its values.
-        in_parts: whether a GPU applies ``f`` to each part of the stack instead of to the stack. Use it if
-            the results are large: a stacked result would be copied into the buffers that the step returns.
+    Define ``f`` once: outside of jit, JAX's caches compare functions by identity.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, each in enumerate(zip(*args)):

@@ -60,34 +60,6 @@ def is_state_dtype(x: Any) -> bool:
     return is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32
 
 
-def as_state(scale: Any, amax_history: Any, num_stacked: int = 0) -> ScalingState:
-    """Returns scale and history as a ``ScalingState`` of arrays, after a check of dtypes and shapes.
-
-    Args:
-        scale: the scale of the state.
-        amax_history: the amax history of the state.
-        num_stacked: the number of leading dimensions, along which tensors are stacked; 0 for one tensor.
-
-    Raises:
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong.
-    """
-    state = ScalingState(*(x if is_max_dtype(x) else jnp.asarray(x) for x in (scale, amax_history)))
-    for name, value in state._asdict().items():
-        if not is_state_dtype(value):
-            raise TypeError(
-                f"{name} must be float32 (or fp32_max_grad); got {value.dtype} of shape {value.shape}. "
-                "Keep the scaling state out of any cast of the variables."
-            )
-    if state.scale.shape[num_stacked:] not in ((), (1,)):
-        raise ValueError(f"scale must be a scalar or have shape (1,); got shape {state.scale.shape}.")
-    if state.amax_history.ndim != num_stacked + 1 or state.amax_history.shape[-1] == 0:
-        raise ValueError(
-            f"amax_history must have shape (length,) with length 1 or more; got {state.amax_history.shape}."
-        )
-    return state
-
-
 # The scale of a step.
 
 
@@ -125,12 +97,7 @@ def digest_of(state: ScalingState) -> tuple[jax.Array, ...]:
 def scale_of(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
     """Returns the float32 scale of this step, computed from the amaxes of earlier steps.
 
-    Args:
-        quantizer: the quantizer of the tensor.
-        state: the state, with a history of shape ``(..., length)``.
-
-    Returns:
-        The scale, shape ``(...)``. It has no derivative of any order.
+    The shape is that of the history without its last axis. The scale has no derivative of any order.
     """
     shape, place = state.amax_history.shape[:-1], _place_in_digest(quantizer)
     if is_digest(state.scale) and place is not None:
@@ -213,20 +180,16 @@ digests.defvjp(lambda states: (digests(states), states), lambda states, g: (next
 def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
     """Returns the state after a step: the scale of the step, and the history with its amax.
 
-    Args:
-        old: the state before the step, float32.
-        scale: the scale of the step, of the shape of the old scale. If it is not positive and finite, no
-            gradient arrived: the old state is kept.
-        amax: the amax of the step, of the same shape. If it is not finite, the data held a NaN or an Inf,
-            or were empty: the old history is kept.
+    Both have the shape of the old scale. The old state is kept where ``kept_state`` says so.
     """
     return kept_state(old, ScalingState(scale, push_amax(amax[..., 0], old.amax_history)))
 
 
 def kept_state(old: ScalingState, new: ScalingState) -> ScalingState:
-    """Returns ``new`` where it is valid, and ``old`` elsewhere; see ``next_state``.
+    """Returns ``new`` where it is valid, and ``old`` elsewhere; each of several stacked tensors by itself.
 
-    Each of several stacked tensors is checked by itself.
+    If the scale is not positive and finite, no gradient arrived: the old state is kept. If the newest amax
+    is not finite, the data held a NaN or an Inf, or were empty: the old history is kept.
     """
     has_gradient = lax.is_finite(new.scale) & (new.scale > 0)
     newest = new.amax_history[..., :1]
@@ -242,13 +205,8 @@ def calibrated_state(
 ) -> ScalingState:
     """Returns the state after calibration, with the scale that the next training step uses.
 
-    So the scale follows from ``amax``, too. In a training step it follows from earlier amaxes only.
-
-    Args:
-        quantizer: the quantizer of the tensor.
-        old: the state before the calibration, float32.
-        amax: the amax of all data, of the shape of the scale; -inf for a tensor without data, whose state
-            is kept.
+    So the scale follows from ``amax``, too. In a training step it follows from earlier amaxes only. The
+    amax is that of all data, in the shape of the scale. It is -inf without data: the state is kept.
     """
     history = next_state(old, jnp.ones_like(old.scale), amax).amax_history
     scale = scale_of(quantizer, ScalingState(old.scale, history))[..., None]

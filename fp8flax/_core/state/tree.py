@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
@@ -34,27 +34,19 @@ def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
     return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
 
 
-def key_name(key: Any) -> Any:
-    """Returns what one key of a tree path stands for: a dict key, the name of an attribute, or an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
-
-
-def path_names(path: KeyPath) -> tuple[Any, ...]:
+def path_names(path: KeyPath) -> tuple[str, ...]:
     """Returns the names on a tree path, without the ``.value`` of an ``nnx.Variable`` or a Linen box."""
     if path and path[-1] == GetAttrKey("value"):
         path = path[:-1]
-    return tuple(map(key_name, path))
+    return tuple(keystr((key,), simple=True) for key in path)
 
 
 def path_str(path: KeyPath) -> str:
     """Formats a tree path as ``a/b/c``."""
-    return "/".join(map(str, path_names(path)))
+    return "/".join(path_names(path))
 
 
-def find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
+def _find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
     """Returns the position of each scale, with the position of the amax history beside it.
 
     They are found by their names, such as ``input_scale`` and ``input_amax_history``, because a user may
@@ -65,16 +57,16 @@ def find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
     for names, i in index.items():
         *parent, name = names or ("",)
         is_parameter = PARAMS in parent and OVERWRITE_WITH_GRADIENT not in parent
-        if isinstance(name, str) and name.endswith(SCALE) and not is_parameter:
+        if name.endswith(SCALE) and not is_parameter:
             j = index.get((*parent, name.removesuffix(SCALE) + AMAX_HISTORY))
             pairs += [] if j is None else [(i, j)]
     return pairs
 
 
 def find_state(paths: Sequence[KeyPath]) -> list[bool]:
-    """Returns for each leaf whether it is scaling state: of a pair, or in ``_overwrite_with_gradient``."""
-    paired = {i for pair in find_pairs(paths) for i in pair}
-    return [i in paired or OVERWRITE_WITH_GRADIENT in path_names(path)[:-1] for i, path in enumerate(paths)]
+    """Returns for each leaf whether it is scaling state: a scale with its amax history, or the reverse."""
+    of_state = {i for pair in _find_pairs(paths) for i in pair}
+    return [i in of_state for i in range(len(paths))]
 
 
 def has_state(tree: Any) -> bool:
@@ -91,9 +83,9 @@ def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
 def history_axis(scale: Any, history: Any) -> int | None:
     """Returns the axis along which a history holds past amaxes; None if scale and history do not fit.
 
-    ``nn.scan`` stacks layers along a further axis, at any position. This axis has the same size in both
-    arrays. The wanted axis is the only one where the sizes differ, and the scale has size 1 there. If the
-    history has length 1, no sizes differ, and the result is the first axis of size 1.
+    ``nn.scan`` stacks layers along a further axis, at any position. The wanted axis is the only one where
+    the sizes differ, and the scale has size 1 there. If the history has length 1, no sizes differ, and the
+    result is the first axis of size 1.
     """
     if len(scale.shape) != len(history.shape):
         return None
@@ -119,9 +111,6 @@ class Places(NamedTuple):
     """The positions of each scale and its amax history."""
     axes: tuple[int, ...]
     """For each pair, the axis of the history that holds the past amaxes, see ``history_axis``."""
-    others: tuple[int, ...]
-    """The positions of all other state: of another package, or with shapes that do not fit. JAX treats it
-    as any other leaf."""
 
     @classmethod
     def of(cls, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> Places:
@@ -129,14 +118,22 @@ class Places(NamedTuple):
 
         Raises:
             TypeError: a leaf of scaling state is not float32.
+            ValueError: the shapes of a scale and its history do not fit.
         """
-        of_state = [i for i, found in enumerate(find_state(paths)) if found]
-        for i in of_state:
-            check_state_dtype(paths[i], leaves[i])
-        axes = {pair: history_axis(*(leaves[i] for i in pair)) for pair in find_pairs(paths)}
-        pairs = {pair: axis for pair, axis in axes.items() if axis is not None}
-        paired = {i for pair in pairs for i in pair}
-        return cls(tuple(pairs), tuple(pairs.values()), tuple(i for i in of_state if i not in paired))
+        pairs, axes = _find_pairs(paths), []
+        for pair in pairs:
+            scale, history = (leaves[i] for i in pair)
+            check_state_dtype(paths[pair[0]], scale)
+            check_state_dtype(paths[pair[1]], history)
+            axis = history_axis(scale, history)
+            if axis is None:
+                raise ValueError(
+                    f"The scale at {path_str(paths[pair[0]])} has shape {scale.shape}, its amax history "
+                    f"{history.shape}. Give one tensor the shapes (1,) and (length,). Layers may be stacked "
+                    "along another axis of both."
+                )
+            axes.append(axis)
+        return cls(tuple(pairs), tuple(axes))
 
     def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
         """Returns the scale and the history of each pair, with the past amaxes on the last axis."""
@@ -169,7 +166,7 @@ def merge_by_max(tree: Any) -> Any:
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
     new = [k for k, (i, _) in enumerate(places.pairs) if not is_max_dtype(leaves[i])]
-    places = Places(tuple(places.pairs[k] for k in new), tuple(places.axes[k] for k in new), ())
+    places = Places(tuple(places.pairs[k] for k in new), tuple(places.axes[k] for k in new))
     states = places.states(leaves)
     # The digests have the gradients of the histories, too.
     histories = [lax.stop_gradient(state.amax_history) for state in states]
@@ -191,9 +188,7 @@ def enter(tree: Any) -> Any:
 def leave(tree: Any, cotangents: Any) -> Any:
     """Returns the gradients of the variables, with the next state as the gradient of the state.
 
-    Args:
-        tree: the variables that ``enter`` was called with, with all state in float32.
-        cotangents: the cotangents of the result of ``enter``.
+    ``tree`` is what ``enter`` was called with, all state in float32; ``cotangents`` belong to the result.
     """
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
@@ -228,13 +223,8 @@ def new_leaves(old: Any, new: Any) -> list[Any]:
 def kept_tree(old: Any, new: Any) -> Any:
     """Returns the next state, with the old state wherever the new one is not usable, see ``kept_state``.
 
-    All other leaves are taken from ``new``. ``kept_tree`` trusts that a step produced ``new``;
-    ``_train.check.checked_next_state`` checks that, too.
-
-    Args:
-        old: a tree of variables (or a bare collection) as it was before the step.
-        new: the gradient with respect to it: same structure, scaling state in float32 or
-            ``fp32_max_grad``.
+    ``old`` is a tree of variables before the step, ``new`` the gradient with respect to it. Other leaves
+    are taken from ``new``. ``_train.check.checked_next_state`` also checks that a step can make ``new``.
 
     Raises:
         TypeError: a leaf of scaling state in ``new`` is not float32.
