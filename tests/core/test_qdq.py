@@ -20,15 +20,11 @@ def eager(f):
     return f
 
 
-maybe_jit = pytest.mark.parametrize("wrap", [eager, jax.jit], ids=["eager", "jit"])
-
-
 def in_state(x, scale, history, q_dtype=E4M3):
     return jax.grad(lambda s, h: jnp.sum(fp8.in_qdq(F32, q_dtype, x, s, h)), (0, 1))(scale, history)
 
 
-@maybe_jit
-def test_the_flax_guide_prints_its_results(wrap):
+def test_the_flax_guide_prints_its_results():
     """The guide's last example, with and without the cast, Python numbers included."""
     scale, history = jnp.array(1.0), jnp.zeros((1024,))
 
@@ -39,7 +35,7 @@ def test_the_flax_guide_prints_its_results(wrap):
         return x + y
 
     def run(dtype):
-        fn = wrap(jax.grad(lambda *args: reuse(*args, dtype), (0, 1, 2, 3)))
+        fn = jax.jit(jax.grad(lambda *args: reuse(*args, dtype), (0, 1, 2, 3)))
         _, _, new_scale, new_history = fn(2.0, 3.0, scale, history)
         assert new_scale.dtype == new_history.dtype == jnp.float32
         with np.printoptions(threshold=10):
@@ -85,17 +81,10 @@ def test_the_flax_guide_runs_with_this_package_in_its_place():
 @pytest.mark.parametrize(
     ("wrap", "state_dtype", "scale_shape", "q_dtype", "dtype"),
     [
-        # Every pair of two choices.
         (eager, "float32", (), "float8_e4m3fn", jnp.float32),
-        (eager, "max", (1,), "float8_e5m2", jnp.float32),
-        (eager, "float32", (), "float8_e4m3fnuz", jnp.bfloat16),
-        (eager, "max", (1,), "float8_e5m2fnuz", jnp.bfloat16),
-        (jax.jit, "max", (1,), "float8_e4m3fn", jnp.bfloat16),
-        (jax.jit, "float32", (), "float8_e5m2", jnp.bfloat16),
-        (jax.jit, "max", (), "float8_e4m3fnuz", jnp.float32),
+        (eager, "max", (1,), "float8_e5m2", jnp.bfloat16),
+        (jax.jit, "max", (), "float8_e4m3fnuz", jnp.bfloat16),
         (jax.jit, "float32", (1,), "float8_e5m2fnuz", jnp.float32),
-        (jax.jit, "max", (), "float8_e5m2fnuz", jnp.float32),
-        (jax.jit, "float32", (1,), "float8_e4m3fnuz", jnp.bfloat16),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
@@ -112,7 +101,7 @@ def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dt
 
     scale, history = jnp.ones(scale_shape), jnp.zeros((3,))
     want_scale, want_history = np.ones(scale_shape, np.float32), np.zeros((3,), np.float32)
-    for i in range(5):
+    for i in range(4):
         x = (normal(i, 4, 7) * 10.0 ** (2 - i)).astype(dtype)
         g = normal(9, 4, 7)
         (dx, scale, history), out = step(x, scale, history, g)
@@ -125,7 +114,7 @@ def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dt
         assert scale.dtype == history.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("q_dtype", list(reference.FP8))
+@pytest.mark.parametrize("q_dtype", ["float8_e5m2", "float8_e4m3fnuz"])
 def test_out_qdq_over_steps_is_the_reference(q_dtype):
     @jax.jit
     def step(y, scale, history, g):
@@ -134,7 +123,7 @@ def test_out_qdq_over_steps_is_the_reference(q_dtype):
 
     scale, history = jnp.ones((1,)), jnp.zeros((3,))
     want_scale, want_history = np.ones((1,), np.float32), np.zeros((3,), np.float32)
-    for i in range(5):
+    for i in range(4):
         y = normal(i, 4, 7)
         g = normal(7, 4, 7) * 100.0 ** (2 - i)
         out, dy, scale, history = step(y, scale, history, g)
@@ -147,14 +136,13 @@ def test_out_qdq_over_steps_is_the_reference(q_dtype):
 
 
 @pytest.mark.parametrize("function", [fp8.in_qdq, fp8.out_qdq])
-@pytest.mark.parametrize("q_dtype", list(reference.FP8))
-def test_second_derivatives_are_straight_through(q_dtype, function):
+def test_second_derivatives_are_straight_through(function):
     """Also where a value saturates, and where FP8 could not hold the derivative. Scales have none."""
     x, tangent = normal(0, 4, 7).at[0, 0].set(1e4), 1e6 * normal(1, 4, 7)
 
     def along_tangent(x, scale, history):
         def loss(x):
-            y = function(F32, getattr(jnp, q_dtype), x, scale, history)
+            y = function(F32, E4M3, x, scale, history)
             return jnp.sum(y * y)
 
         return jnp.vdot(jax.grad(loss)(x), tangent)
@@ -187,22 +175,14 @@ def test_in_q_and_out_dq_are_flax():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_out_dq_keeps_the_dtype_of_the_cotangent(dtype):
-    def f(y):
-        return jnp.sum(fp8.out_dq(F32, jnp.float32(3.0), jnp.ones((1,)), y * y))
-
-    gradient = jax.grad(f)(jnp.ones((2,), dtype))
-    assert gradient.dtype == dtype
-    np.testing.assert_array_equal(gradient, [2.0, 2.0])
-
-
-def test_out_dq_passes_the_cotangent():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_out_dq_passes_the_cotangent_in_its_dtype(dtype):
     def f(lhs_scale, rhs_scale, y):
-        return jnp.sum(fp8.out_dq(F32, lhs_scale, rhs_scale, y))
+        return jnp.sum(fp8.out_dq(F32, lhs_scale, rhs_scale, y * y))
 
-    grads = jax.grad(f, (0, 1, 2))(jnp.float32(3.0), jnp.ones((1,)), jnp.ones((2,)))
-    jax.tree.map(np.testing.assert_array_equal, grads, (0.0, np.zeros(1), np.ones(2)))
+    grads = jax.grad(f, (0, 1, 2))(jnp.float32(3.0), jnp.ones((1,)), jnp.ones((2,), dtype))
+    assert grads[2].dtype == dtype
+    jax.tree.map(np.testing.assert_array_equal, grads, (0.0, np.zeros(1), np.full(2, 2.0, dtype)))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +202,7 @@ def test_ugly_values_give_usable_state(x):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_value_leaves_the_state_and_reaches_the_output(bad):
+def test_a_non_finite_value_leaves_the_history_and_reaches_the_result(bad):
     scale, history = jnp.full((1,), 0.5), jnp.array([3.0, 2.0])
     x = jnp.float32([1.0, bad, 1e38])
     new_scale, new_history = in_state(x, scale, history)
@@ -230,15 +210,30 @@ def test_a_non_finite_value_leaves_the_state_and_reaches_the_output(bad):
     np.testing.assert_array_equal(new_scale, reference.next_scale([3.0, 2.0], [0.5], "float8_e4m3fn"))
     out = fp8.in_qdq(F32, E4M3, x, scale, history)
     assert np.isnan(out[1]) if np.isnan(bad) else abs(out[1]) >= 3.0
+    # In a cotangent an Inf becomes a NaN, so that earlier layers and the optimizer see it.
+    _, back = jax.vjp(lambda *args: fp8.out_qdq(F32, E5M2, *args), x, scale, history)
+    dx, _, new_history = back(x)
+    np.testing.assert_array_equal(np.isnan(dx), [False, True, False])
+    np.testing.assert_array_equal(new_history, history)
 
 
-def test_an_empty_tensor_leaves_the_state():
+def test_an_empty_tensor_leaves_the_history():
     _, history = in_state(jnp.zeros((0, 4)), jnp.full((1,), 0.5), jnp.array([3.0, 2.0]))
     np.testing.assert_array_equal(history, [3.0, 2.0])
 
 
+@pytest.mark.parametrize("function", [fp8.in_qdq, fp8.out_qdq])
+def test_examples_of_vmap_merge_by_maximum(function):
+    def loss(scale, history):
+        return jnp.sum(jax.vmap(lambda x: x * function(F32, E4M3, x, scale, history))(xs))
+
+    xs = jnp.float32([1.0, 7.0, 5.0])
+    _, history = jax.grad(loss, (0, 1))(jnp.ones((1,)), jnp.array([3.0, 2.0]))
+    np.testing.assert_array_equal(history, [7.0, 3.0])
+
+
 @pytest.mark.parametrize("damaged", [[np.nan, 2.0, 1.0], [np.inf, 2.0, 1.0], [-np.inf]])
-def test_a_poisoned_history_heals(damaged):
+def test_a_damaged_history_heals(damaged):
     """Such a history can only be stored by hand: one step keeps the scale, the next is as ever."""
     scale, history = in_state(jnp.float32([7.0]), jnp.full((1,), 0.5), jnp.float32(damaged))
     np.testing.assert_array_equal(scale, [0.5])
@@ -248,18 +243,16 @@ def test_a_poisoned_history_heals(damaged):
     np.testing.assert_array_equal(scale, reference.next_scale([7.0], [1.0], "float8_e4m3fn"))
 
 
-def test_a_nan_scale_stays_and_makes_the_result_nan():
-    """It marks a state that a training loop has damaged."""
-    assert np.isnan(fp8.in_qdq(F32, E4M3, jnp.float32([7.0]), jnp.float32([np.nan]), jnp.zeros((2,)))).all()
-    new_scale, _ = in_state(jnp.float32([7.0]), jnp.float32([np.nan]), jnp.zeros((2,)))
-    assert np.isnan(new_scale).all()
-
-
-@pytest.mark.parametrize("scale", [0.0, np.inf])
-def test_a_damaged_scale_heals(scale):
-    new_scale, history = in_state(jnp.float32([7.0]), jnp.float32([scale]), jnp.zeros((2,)))
-    np.testing.assert_array_equal(new_scale, [1.0])
-    np.testing.assert_array_equal(history, [7.0, 0.0])
+@pytest.mark.parametrize(("scale", "healed"), [(0.0, 1.0), (np.inf, 1.0), (np.nan, np.nan)])
+def test_a_damaged_scale_heals_but_a_nan_stays(scale, healed):
+    """A NaN marks a state that a training loop has damaged; the result is NaN, too."""
+    scale, history = jnp.float32([scale]), jnp.zeros((2,))
+    new_scale, new_history = in_state(jnp.float32([7.0]), scale, history)
+    np.testing.assert_array_equal(new_scale, [healed])
+    if np.isnan(healed):
+        assert np.isnan(fp8.in_qdq(F32, E4M3, jnp.float32([7.0]), scale, history)).all()
+    else:
+        np.testing.assert_array_equal(new_history, [7.0, 0.0])
 
 
 def test_uses_of_one_state_in_fp32_max_grad_merge_by_maximum():
@@ -301,18 +294,11 @@ def test_under_debug_nans_and_x64():
         ((1.0, jnp.ones((1,), jnp.bfloat16), jnp.zeros((2,))), TypeError, "scale must be float32"),
     ],
 )
-@pytest.mark.parametrize("function", [fp8.in_qdq, fp8.in_q])
-def test_wrong_arguments(function, args, error, message):
+def test_wrong_arguments(args, error, message):
     with pytest.raises(error, match=message):
-        function(F32, E4M3, *args)
+        fp8.in_qdq(F32, E4M3, *args)
 
 
 def test_wrong_q_dtype():
     with pytest.raises(TypeError, match="q_dtype"):
         fp8.in_qdq(F32, jnp.int8, 1.0, jnp.ones((1,)), jnp.zeros((2,)))
-
-
-def test_the_primitives_take_the_maximum_whatever_it_is():
-    history = jnp.float32([1.0, *[0.0] * 10, 1e6, *[1.0] * 20])
-    scale, _ = in_state(jnp.float32([1.0]), jnp.ones((1,)), history)
-    np.testing.assert_array_equal(scale, reference.next_scale(history, np.ones((1,)), "float8_e4m3fn"))

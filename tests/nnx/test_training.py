@@ -473,7 +473,7 @@ class TestGradientsThatLeaveTheStateOut:
         lambda model: sum(
             jnp.sum(x**2) for x in jax.tree.leaves(nnx.state(model, fp8nnx.OverwriteWithGradient))
         ),
-        lambda model: jnp.sum(model.dot_general.input_amax_history * 2.0),
+        lambda model: jnp.sum(model.dot_general.input_scale * 2.0),
         lambda model: optax.tree.norm(nnx.state(model)["dot_general"]),
     ],
     ids=["sum of squares", "variable", "norm"],
