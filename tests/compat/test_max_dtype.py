@@ -1,3 +1,5 @@
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,10 @@ from fp8flax._compat import max_dtype
 pytestmark = [pytest.mark.optimized, pytest.mark.newest]
 
 MAX = fp8.fp32_max_grad
+
+
+def eager(f):
+    return f
 
 
 @jax.custom_vjp
@@ -42,8 +48,9 @@ LARGEST = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("use", list(USES))
+@pytest.mark.parametrize(
+    ("use", "wrap"), [*((use, jax.jit) for use in USES), *((use, eager) for use in ("negative", "nested"))]
+)
 def test_gradients_merge_by_max(use, wrap):
     gradient = wrap(jax.grad(lambda x: USES[use](x.astype(MAX))))(jnp.zeros((2,)))
     assert gradient.dtype == jnp.float32
@@ -65,9 +72,9 @@ def test_only_float32_is_cast():
         jnp.zeros((2,), jnp.bfloat16).astype(MAX)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("element_shape", [(), (6,)], ids=["floats", "digests"])
-@pytest.mark.parametrize("strides", [None, (2, 1)])
+@pytest.mark.parametrize(
+    ("strides", "element_shape", "wrap"), [(None, (), eager), (None, (6,), jax.jit), ((2, 1), (6,), eager)]
+)
 def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
     dtype = max_dtype.MaxDtype(element_shape)
     starts, limits = (1, 0), (5, 1)
@@ -82,11 +89,36 @@ def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
         _, back = jax.vjp(lambda x: lax.slice(x, starts, limits, strides), x)
         return max_dtype.to_floats(back(g)[0])
 
-    rule = ad.fancy_transposes[lax.slice_p]
-    with max_dtype.differentiating(), max_dtype.differentiating():
+    with max_dtype.differentiating():
         found = gradient(np.zeros_like(expected), expected[place])
-    assert ad.fancy_transposes[lax.slice_p] is rule
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_rule_of_jax_is_replaced_only_while_a_gradient_runs():
+    """Also in several threads at once, and if the function raises an error."""
+    rule, entered, leave = ad.fancy_transposes[lax.slice_p], threading.Event(), threading.Event()
+
+    def is_replaced():
+        return ad.fancy_transposes[lax.slice_p] is not rule
+
+    def in_a_thread(x):
+        entered.set()
+        leave.wait()
+        return x
+
+    def fails(x):
+        assert is_replaced()
+        raise ZeroDivisionError
+
+    thread = threading.Thread(target=fp8.grad(in_a_thread), args=(1.0,))
+    thread.start()
+    entered.wait()
+    with pytest.raises(ZeroDivisionError):
+        fp8.grad(fp8.grad(fails))(1.0)
+    assert is_replaced()
+    leave.set()
+    thread.join()
+    assert not is_replaced()
 
 
 def test_concrete_arrays():

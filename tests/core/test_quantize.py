@@ -4,9 +4,6 @@ import itertools
 from functools import partial
 
 import chex
-import hypothesis
-import hypothesis.extra.numpy
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,7 +12,6 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.formats import fp8_max
 from fp8flax._core.quantize import straight_through
 from tests import reference
 from tests.cases import normal, ties
@@ -47,10 +43,11 @@ BF16, F32, F16 = ml_dtypes.bfloat16, np.float32, np.float16
 @pytest.mark.parametrize(
     ("jit", "compute", "name", "source"),
     [
-        *itertools.product([True], [F32, BF16], DTYPES, [BF16, F16]),
-        # Un-jitted each operation is the same one, whatever the format.
+        *itertools.product([True], [F32], DTYPES, [BF16, F16]),
+        # In another dtype, and un-jitted, each operation is the same one, whatever the format.
+        (True, BF16, DTYPES[0], BF16),
+        (True, BF16, DTYPES[1], F16),
         (False, F32, DTYPES[0], BF16),
-        (False, BF16, DTYPES[0], F16),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
@@ -78,7 +75,7 @@ def test_rounding_is_nearest_even_by_search(name):
     np.testing.assert_array_equal(np.asarray(q).astype(np.float64), reference.nearest_code(x, name))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda v: v.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda v: v.__name__)
 def test_no_way_to_compile_multiplies_by_the_reciprocal(dtype):
     x, scale = ties(0, 16, 32, dtype=dtype)
     expected = reference.quantize(x, "float8_e4m3fn", scale)
@@ -103,51 +100,17 @@ def test_no_way_to_compile_multiplies_by_the_reciprocal(dtype):
         assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-5, 2.0**100])
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_finite_code_is_a_fixed_point(name, scale):
-    dtype = getattr(jnp, name)
-    codes = np.arange(256, dtype=np.uint8).view(reference.FP8[name])
-    codes = codes[np.isfinite(codes.astype(np.float32))]
-    scale = jnp.float32(scale)
-    again = fp8.quantize(fp8.dequantize(codes, jnp.float32, scale), dtype, scale)
-    assert_same_bits(again, codes)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_nan_stays_nan_and_inf_saturates(name):
-    dtype = getattr(jnp, name)
-    q = fp8.quantize(jnp.float32([np.nan, np.inf, -np.inf, 1e30, -1e30]), dtype, jnp.float32(1))
-    largest = fp8_max(dtype)
-    np.testing.assert_array_equal(
-        np.asarray(q).astype(np.float32), np.float32([np.nan, largest, -largest, largest, -largest])
-    )
-
-
-@partial(jax.jit, static_argnums=1)
-def quantize_and_back(x, name, scale):
-    return fp8.quantize(x, getattr(jnp, name), scale), fp8.qdq(x, getattr(jnp, name), scale)
-
-
-@hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(
-    x=hypothesis.extra.numpy.arrays(
-        np.float32,
-        st.sampled_from([(), (0, 3), (1, 5), (2, 3, 4)]),  # few: each one is compiled
-        elements=st.floats(width=32, allow_subnormal=False),
-    ),
-    scale=st.floats(min_value=2.0**-60, max_value=2.0**60, width=32),
-    name=st.sampled_from(DTYPES),
-)
-def test_any_float32_array(x, scale, name):
-    scale = np.float32(scale)
-    with np.errstate(all="ignore"):
-        # A quotient or product below the normal range is flushed to zero by XLA; not what is tested.
-        small = np.abs(x / scale)
-        hypothesis.assume(not ((small > 0) & (small < 1e-37)).any())
-    codes, back = quantize_and_back(x, name, scale)
-    assert_same_bits(codes, reference.quantize(x, name, scale))
-    assert_same_bits(back, reference.qdq(x, name, scale))
+def test_any_float32(name):
+    """Numbers of all magnitudes. XLA flushes what is below the normal range to zero."""
+    x = np.random.default_rng(0).integers(0, 2**32, 5000, np.uint32).view(np.float32)
+    for scale in np.float32([2.0**-60, 3.0 / 448.0, 2.0**60]):
+        with np.errstate(all="ignore"):
+            small = np.minimum(np.abs(x), np.abs(x / scale))
+        of_range = x[~((small > 0) & (small < 1e-37))]
+        dtype = getattr(jnp, name)
+        assert_same_bits(fp8.quantize(of_range, dtype, scale), reference.quantize(of_range, name, scale))
+        assert_same_bits(fp8.qdq(of_range, dtype, scale), reference.qdq(of_range, name, scale))
 
 
 def test_scale_shapes():
@@ -178,40 +141,28 @@ def test_float64_under_x64():
         np.testing.assert_array_equal(out, [0.3125, 448.0, np.nan])
 
 
-def test_under_debug_nans():
-    with jax.debug_nans(True):
-        zeros = jnp.zeros((3,))
-        scale = fp8.compute_scale(jnp.float32(0), jnp.ones((1,)), 448.0)
-        np.testing.assert_array_equal(fp8.qdq(zeros, jnp.float8_e4m3fn, scale), zeros)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_cast_to_representable_loses_nothing_the_second_time(name):
-    dtype = getattr(jnp, name)
+def test_cast_to_representable_loses_nothing_the_second_time():
     x = normal(1, 300) * 20
-    once = fp8.cast_to_representable(x, dtype, 0.125)
+    once = fp8.cast_to_representable(x, jnp.float8_e5m2, 0.125)
     assert (once != x).any()
-    assert_same_bits(fp8.cast_to_representable(once, dtype, 0.125), once)
+    assert_same_bits(fp8.cast_to_representable(once, jnp.float8_e5m2, 0.125), once)
 
 
 @pytest.mark.parametrize("bad", [np.int32(1), np.complex64(1), np.True_, jnp.float8_e4m3fn(1)], ids=repr)
-@pytest.mark.parametrize("function", [fp8.quantize, fp8.qdq])
-def test_operands_must_be_wide_floats(function, bad):
+def test_operands_must_be_wide_floats(bad):
     with pytest.raises(TypeError, match="16 bits or more"):
-        function(bad, jnp.float8_e4m3fn, 1.0, jnp.float32)
+        fp8.qdq(bad, jnp.float8_e4m3fn, 1.0, jnp.float32)
 
 
 def test_other_wrong_dtypes():
     with pytest.raises(TypeError, match="q_dtype"):
         fp8.quantize(1.0, jnp.int8, 1.0)
-    with pytest.raises(TypeError, match="compute_dtype must be"):
-        fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.int32)
-    with pytest.raises(TypeError, match="compute_dtype must be"):
-        fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.float16)
-    with pytest.raises(TypeError, match="dq_dtype must be"):
-        fp8.dequantize(jnp.float8_e4m3fn(1), jnp.float8_e5m2, jnp.float32(1))
-    with pytest.raises(TypeError, match="dq_dtype must be"):
-        fp8.dequantize(jnp.float8_e4m3fn(1), None, jnp.float32(1))
+    for wrong in (jnp.int32, jnp.float16):
+        with pytest.raises(TypeError, match="compute_dtype must be"):
+            fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, wrong)
+    for wrong in (jnp.float8_e5m2, None):
+        with pytest.raises(TypeError, match="dq_dtype must be"):
+            fp8.dequantize(jnp.float8_e4m3fn(1), wrong, jnp.float32(1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
