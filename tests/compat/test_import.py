@@ -58,7 +58,8 @@ UNCHANGED = """
         # Caches; Flax rewrites the fields of a class that has subclasses; further modules; our own types.
         kinds = "cache", "_counter", "__warningregistry__", "__dataclass_fields__"
         ours = "fp8" in repr(key[-1]) or "fp8flax" in str(getattr(key[-1], "__module__", ""))
-        return ours or (key not in before and len(key) == 2) or any(kind in str(part).lower() for part in key for kind in kinds)
+        is_module = key not in before and len(key) == 2
+        return ours or is_module or any(kind in str(part).lower() for part in key for kind in kinds)
 
     for key in {*before, *after}:
         was, now = before.get(key), after.get(key)
