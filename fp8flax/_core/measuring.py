@@ -67,7 +67,8 @@ def numbers_of(
     # The squares need values of about 1. A factor that is a power of two changes no bits. Without the
     # barrier XLA for CPUs squares the factor, too.
     amax = jnp.max(magnitude, initial=0)
-    exponent = scale_exponent(amax.astype(np.float32), 1.0, "floor")
+    # The inverse of 2**127 would be subnormal.
+    exponent = jnp.minimum(scale_exponent(amax.astype(np.float32), 1.0, "floor"), np.int32(126))
     unit, inverse = (power_of_two(e).astype(number) for e in (exponent, -exponent))
     value, rounded = lax.optimization_barrier((wide * inverse, q.dequantize(number) * inverse))
 

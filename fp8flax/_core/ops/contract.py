@@ -194,7 +194,7 @@ def contract(
         plan: the contraction.
         operands: input and kernel, which get gradients.
         extra: further arrays, which get no gradients.
-        scales: the scale of each tensor with delayed scaling, from ``state.step_scales``.
+        scales: the scale of each tensor with delayed scaling, from ``state.step_scale``.
     """
     return on_automatic_axes(plan, quantized_product, plan.out_sharding)(*operands, extra, scales, None)
 
