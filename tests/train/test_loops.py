@@ -231,18 +231,14 @@ class TestCheckState:
         [
             ("input_scale", lambda a: 0 * a, "input_amax_history has a scale that is not positive"),
             ("kernel_scale", lambda a: jnp.nan * a, "kernel_amax_history has a scale of NaN"),
-            ("kernel_scale", lambda a: a[0], r"kernel_(scale|amax_history) of shape .* whose shape fits"),
+            ("kernel_scale", lambda a: a[0], r"kernel_scale has shape \(\)"),
             ("input_amax_history", lambda a: -a, "input_amax_history has .* entries that are negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
-            ("input_amax_history", None, r"input_scale of shape \(1,\) has no scale or history beside it"),
         ],
     )
     def test_a_bad_leaf_is_named(self, leaf, change, message):
         variables = trained()
-        if change is None:
-            del op_of(variables)[leaf]
-        else:
-            op_of(variables)[leaf] = change(op_of(variables)[leaf])
+        op_of(variables)[leaf] = change(op_of(variables)[leaf])
         with pytest.raises(ValueError, match=message if "negative" in message else f"{NAME}{message}"):
             fp8.check_state(variables)
 

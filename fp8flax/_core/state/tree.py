@@ -122,15 +122,14 @@ class Places(NamedTuple):
         """
         pairs, axes = _find_pairs(paths), []
         for pair in pairs:
-            scale, history = (leaves[i] for i in pair)
-            check_state_dtype(paths[pair[0]], scale)
-            check_state_dtype(paths[pair[1]], history)
-            axis = history_axis(scale, history)
+            for i in pair:
+                check_state_dtype(paths[i], leaves[i])
+            axis = history_axis(*(leaves[i] for i in pair))
             if axis is None:
+                shapes = " and ".join(f"{path_str(paths[i])} has shape {leaves[i].shape}" for i in pair)
                 raise ValueError(
-                    f"The scale at {path_str(paths[pair[0]])} has shape {scale.shape}, its amax history "
-                    f"{history.shape}. Give one tensor the shapes (1,) and (length,). Layers may be stacked "
-                    "along another axis of both."
+                    f"A scale and its amax history do not fit: {shapes}. The state of one tensor has shapes "
+                    "(1,) and (length,). Layers may be stacked along another axis of both."
                 )
             axes.append(axis)
         return cls(tuple(pairs), tuple(axes))
