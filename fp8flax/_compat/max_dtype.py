@@ -29,7 +29,6 @@ from jax._src.numpy import array_methods
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-
 _FLOAT32 = np.dtype(np.float32)
 
 

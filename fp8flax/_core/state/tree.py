@@ -128,7 +128,7 @@ class Places(NamedTuple):
             if axis is None:
                 shapes = " and ".join(f"{path_str(paths[i])} has shape {leaves[i].shape}" for i in pair)
                 raise ValueError(
-                    f"A scale and its amax history do not fit: {shapes}. The state of one tensor has shapes "
+                    f"A scale and its amax history do not fit: {shapes}. The state of a tensor has shapes "
                     "(1,) and (length,). Layers may be stacked along another axis of both."
                 )
             axes.append(axis)
