@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.varying import manual_axes
+
+def manual_axes(x: Any) -> frozenset[str]:
+    """Returns the axes of the mesh over which ``x`` varies inside ``jax.shard_map``.
+
+    The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
+    """
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes
+
+
+def shape_varying_as(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of a result that varies over the manual axes that ``x`` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:

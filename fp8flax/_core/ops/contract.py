@@ -28,8 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp8flax._compat.varying import manual_axes
-from fp8flax._core.axes import merge_amax, sum_to_axes
+from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
 from fp8flax._core.gemm.casts import quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import compute_capability

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.varying import shape_varying_as
+from fp8flax._core.axes import shape_varying_as
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.varying import shape_varying_as
-from fp8flax._core.axes import vary_alike
+from fp8flax._core.axes import shape_varying_as, vary_alike
 from fp8flax._core.names import TRANSPOSE_GROUPS
 from fp8flax._core.qtensor import TILE
 
