@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8flax._compat.traces import current_trace
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._model.contraction_site import contraction

@@ -16,12 +16,7 @@ from fp8flax._core.shapes import Float, Integer
 
 
 class Called:
-    """Base class of the classes that define how an op is called.
-
-    The Linen op and the NNX op inherit from it, so both have the same ``__call__``. This method puts all
-    arguments in the order of the JAX function, and passes them to the function that ``_multiplier``
-    returns.
-    """
+    """Base class of the signatures: ``__call__`` puts all arguments in the order of the JAX function."""
 
     def _multiplier(self) -> Callable[..., jax.Array]:
         """Returns the function that computes the op from the operands and the arguments of the call."""
@@ -32,11 +27,6 @@ def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[
     """Returns a function with the signature of an op, which computes with ``multiply``.
 
     NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
-
-    Args:
-        call: the signature of the op.
-        multiply: takes the operands and arguments in the order of the JAX function, and ``out_sharding`` if
-            the signature has it.
     """
     called: Any = call.__call__
     return partial(called, SimpleNamespace(_multiplier=lambda: multiply))
@@ -97,11 +87,6 @@ class EinsumCall(Called):
                 returns.
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
-        if not isinstance(eqn, str):
-            raise TypeError(
-                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
-                "called like jnp.einsum. A layer that multiplies by lax.dot_general takes Fp8DotGeneralOp."
-            )
         operands = eqn, lhs, rhs, precision, preferred_element_type
         return einsum_with(self._multiplier(), *operands, out_sharding)
 
@@ -144,17 +129,8 @@ class ConvCall(Called):
             out_sharding: how to shard the result on a mesh with explicit axes.
         """
         out = self._multiplier()(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            preferred_element_type,
+            *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
+            *(feature_group_count, batch_group_count, precision, preferred_element_type),
         )
         return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -30,33 +32,16 @@ class _Steps(NamedTuple):
 
 def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
     """Returns the steps of a two-operand einsum: sums, one ``dot_general(lhs, rhs)``, and a transpose."""
-    try:
-        inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
-        lhs_names, rhs_names = inputs.split(",")
-    except ValueError as error:
-        raise ValueError(
-            f"The einsum equation {eqn!r} does not fit operands of shapes {lhs.shape} and {rhs.shape}: "
-            f"{error}"
-        ) from error
-    for names, operand in ((lhs_names, lhs), (rhs_names, rhs)):
-        if len(names) != operand.ndim:
-            raise ValueError(
-                f"The einsum equation {eqn!r} names {len(names)} indices ({names!r}) for an operand of "
-                f"shape {operand.shape}."
-            )
+    # JAX raises its own errors if the equation does not fit the shapes.
+    shapes = (jax.ShapeDtypeStruct(jax.typeof(x).shape, np.float32) for x in (lhs, rhs))
+    jax.eval_shape(partial(jnp.einsum, eqn), *shapes)
+    inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
+    lhs_names, rhs_names = inputs.split(",")
+    for names in (lhs_names, rhs_names):
         if len(set(names)) != len(names):
             raise ValueError(
                 f"The einsum equation {eqn!r} repeats an index within one operand ({names!r}). Take the "
                 "diagonal before the FP8 einsum."
-            )
-
-    sizes = dict(zip(lhs_names, lhs.shape))
-    for name, size in zip(rhs_names, rhs.shape):
-        if sizes.get(name, size) != size:
-            raise ValueError(
-                f"The einsum equation {eqn!r} requires one size for the index {name!r}; got {sizes[name]} "
-                f"in lhs of shape {lhs.shape} and {size} in rhs of shape {rhs.shape}. A size of 1 is not "
-                "broadcast: use jnp.broadcast_to before the FP8 einsum."
             )
 
     def summed(names: str, other: str) -> tuple[int, ...]:
@@ -68,24 +53,14 @@ def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
     shared = [n for n in lhs_names if n in rhs_names]
     batch = [n for n in result if n in shared]
     contract = [n for n in shared if n not in result]
-    names = [
-        *batch,
-        *(n for n in lhs_names if n not in shared),
-        *(n for n in rhs_names if n not in shared),
-    ]
+    free = [n for names in (lhs_names, rhs_names) for n in names if n not in shared]
 
-    def axes(of: str, wanted: list[str]) -> tuple[int, ...]:
-        return tuple(of.index(n) for n in wanted)
+    def axes(wanted: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        lhs, rhs = (tuple(names.index(n) for n in wanted) for names in (lhs_names, rhs_names))
+        return lhs, rhs
 
-    return _Steps(
-        lhs_summed,
-        rhs_summed,
-        (
-            (axes(lhs_names, contract), axes(rhs_names, contract)),
-            (axes(lhs_names, batch), axes(rhs_names, batch)),
-        ),
-        tuple(names.index(n) for n in result),
-    )
+    permutation = tuple([*batch, *free].index(n) for n in result)
+    return _Steps(lhs_summed, rhs_summed, (axes(contract), axes(batch)), permutation)
 
 
 def einsum_with(
@@ -103,16 +78,11 @@ def einsum_with(
     and kernel.
 
     Raises:
-        TypeError: an operand is not an array, but for instance a list, which ``jnp.einsum`` refuses too.
         ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
-            within one operand; or an index has a size of 1 in one operand, and a larger size in the other.
+            within one operand.
+        TypeError: an operand is not an array; or an index has a size of 1 in one operand, and a larger size
+            in the other.
     """
-    for operand in (lhs, rhs):
-        if not hasattr(operand, "ndim"):
-            raise TypeError(
-                "The operands of an FP8 einsum must be arrays; got a value of type "
-                f"{type(operand).__name__}. Pass jnp.asarray(…)."
-            )
     steps = _steps(eqn, lhs, rhs)
     lhs = jnp.sum(lhs, axis=steps.lhs_summed) if steps.lhs_summed else lhs
     rhs = jnp.sum(rhs, axis=steps.rhs_summed) if steps.rhs_summed else rhs

@@ -16,24 +16,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.mode import is_calibrating, mode
-from fp8flax._core.names import KEPT_WIDE, ROLES
+from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
 from fp8flax._core.observe import Tensor, number_of, observed, on_cotangent
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Extra,
+    Operand,
     Scales,
     States,
     contract,
     explicit_axes,
     explicit_sharding,
     on_automatic_axes,
-    quantized_product,
+    quantized_once,
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import as_state, scales_of, step_scales
 
 
@@ -119,23 +121,22 @@ class FakeQuantized(Contraction):
 
     multiply: Callable[[jax.Array, jax.Array], jax.Array]
     """The product of wide operands."""
-    on_warn: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, multiply: Any, lhs: jax.Array, rhs: jax.Array, recipe: CustomRecipe) -> FakeQuantized:
+        """Returns the plan; ``multiply(lhs, rhs)`` computes the product of wide operands."""
+        out = jax.eval_shape(multiply, lhs, rhs)  # lax raises its own errors
+        # JAX differentiates the product, and handles the explicit axes of a mesh.
+        x, w = (Operand.of(operand)._replace(sharding=None) for operand in (lhs, rhs))
+        return cls(recipe=recipe, lhs=x, rhs=w, out_dtype=out.dtype, multiply=multiply)
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
-        return dict.fromkeys(("input", "kernel", "output_grad"), (Dims(0, ()), Dims(0, ())))
-
-    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        del role, extra
-        return x
+        return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         del extra
         return self.multiply(lhs, rhs)
-
-    def warn(self, *recipes: Any) -> None:
-        del recipes
-        self.on_warn()
 
 
 def _run_qdq(
@@ -172,11 +173,11 @@ class _Fixed(NamedTuple):
     """The stored kernel; None if each call quantizes a wide kernel."""
 
 
-def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
+def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
     Args:
-        plan: the plan of the op; its recipe must quantize the kernel in the forward product.
+        plan: the ``DotContraction``; its recipe must quantize the kernel in the forward product.
         kernel: the kernel, a wide float.
         scale: the scale for delayed scaling; ignored otherwise.
     """
@@ -184,71 +185,79 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
 
     def pack(kernel: jax.Array, scale: Any) -> QTensor:
         x = plan.canonical("kernel", kernel, ())
-        return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
+        stored: QTensor = plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
+        return stored
 
     sharding = explicit_sharding(kernel)
     if sharding is None:
         return pack(kernel, scale)
     # JAX cannot derive the sharding of a reshape.
-    mesh = sharding.mesh
-    out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), quantizer)
-    return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel, scale)
+    out_sharding = QTensor(sharding, NamedSharding(sharding.mesh, PartitionSpec()), quantizer)
+    axes = explicit_axes(sharding.mesh)
+    return jax.sharding.auto_axes(pack, axes=axes, out_sharding=out_sharding)(kernel, scale)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+def _frozen(plan: Any, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-
-    def product(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
-        stored = None if fixed.kernel is None else plan.restored(fixed.kernel)
-        return quantized_product(plan, lhs, rhs, extra, fixed.scales, stored)
-
-    return on_automatic_axes(plan, product, plan.out_sharding)(lhs, rhs, extra, fixed)
-
-
-def _values(plan: Contraction, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
-    """Returns the values of a quantized operand, wide and in its own shape."""
-    if role == "kernel" and fixed.kernel is not None:
-        return plan.original(role, plan.restored(fixed.kernel).dequantize(plan.rhs.dtype))
-    (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
-    x = plan.canonical(role, x, extra)
-    return plan.original(role, quantized_and_back(quantizer, x, dims, fixed.scales.get(role)))
+    if plan.lhs.sharding is not None:
+        return on_automatic_axes(plan, _frozen, plan.out_sharding)(lhs, rhs, extra, fixed)
+    x = quantized_once(plan, "input", lhs, extra, fixed.scales)
+    if fixed.kernel is None:
+        w = quantized_once(plan, "kernel", rhs, extra, fixed.scales)
+    else:
+        w = plan.restored(fixed.kernel)
+    with jax.named_scope(FORWARD):
+        out: jax.Array = plan.original("output", plan.product(FORWARD)(x, w, *extra))
+    return out
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
-
-    def along_lhs(plan: Contraction, dx: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
-        return plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra)
-
-    def along_rhs(plan: Contraction, dw: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
-        return plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra)
-
-    with jax.named_scope(KEPT_WIDE):
-        terms = [
-            on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
-            for along, tangent, other in ((along_lhs, lhs_dot, rhs), (along_rhs, rhs_dot, lhs))
-            if not isinstance(tangent, SymbolicZero)
-        ]
+    lhs, rhs, extra, fixed = primals
+    dx, dw = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents[:2])
     out = _frozen(plan, lhs, rhs, extra, fixed)
-    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+    if dx is None and dw is None:
+        return out, jnp.zeros_like(out)
+    with jax.named_scope(KEPT_WIDE):
+        tangent = on_automatic_axes(plan, _tangent, plan.out_sharding)((lhs, rhs), (dx, dw), extra, fixed)
+    return out, tangent
+
+
+def _tangent(plan: Contraction, operands: Any, tangents: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
+    """Returns the tangent of ``_frozen``; the tangent of an operand is None if the operand is constant."""
+    (lhs, rhs), (dx, dw) = operands, tangents
+    terms = []
+    if dx is not None:
+        terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra))
+    if dw is not None:
+        terms.append(plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra))
+    return sum(terms[1:], terms[0])
 
 
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
+
+
+def _values(plan: Any, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    """Returns the values of a quantized operand, wide and in its own shape."""
+    if role == "kernel" and fixed.kernel is not None:
+        values = plan.restored(fixed.kernel).dequantize(plan.rhs.dtype)
+    else:
+        (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
+        x = plan.canonical(role, x, extra)
+        values = quantized_and_back(quantizer, x, dims, fixed.scales.get(role))
+    original: jax.Array = plan.original(role, values)
+    return original
 
 
 def _frozen_qdq(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
 ) -> jax.Array:
     """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
-    x, w = (
-        quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], fixed.scales.get(role))
-        for role, x in (("input", lhs), ("kernel", rhs))
-    )
+    x, w = (_values(plan, role, x, extra, fixed) for role, x in (("input", lhs), ("kernel", rhs)))
     return plan.wide(x, w, extra)
 
 

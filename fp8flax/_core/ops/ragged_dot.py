@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,14 +70,14 @@ class RaggedContraction(Contraction):
         (group_sizes,), rows = extra, self.lhs.shape[0]
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, rows)[-1]
 
-    def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
+    def product(self, name: str) -> Callable[..., jax.Array]:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
         out_dtype = gemm.out_dtype
         if name == WGRAD:  # the sum over the tiles of an expert
             gemm = gemm._replace(out_dtype=sum_dtype_of(out_dtype))
         ragged = Ragged(gemm, out_dtype, is_sum=name == WGRAD, is_transposed=name == FORWARD)
-        return multiply_ragged(ragged, a, b, *extra)
+        return partial(multiply_ragged, ragged)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra

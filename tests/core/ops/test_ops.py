@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops import ops
+from fp8flax._core.ops import row as ops
 from tests.cases import normal
 
 SIZES = jnp.array([3, 1])
