@@ -41,8 +41,7 @@ class _Convolution(NamedTuple):
         """Returns the convolution of operands, or of their shapes and dtypes; ``lax`` checks them."""
         trace = jax.make_jaxpr(lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments))
         program = trace(lhs, rhs)
-        (equation,), (out,) = program.eqns, program.out_avals
-        return cls(lhs.shape, rhs.shape, out, equation.params)
+        return cls(lhs.shape, rhs.shape, program.out_avals[0], program.eqns[-1].params)
 
     def windows(self) -> list[_Windows] | None:
         """Returns the windows along each spatial dimension if they do not overlap, and None otherwise.

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
-from fp8flax._core.ops.contract import _quantized_for_both
+from fp8flax._core.ops.contract import quantized_twice
 from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
@@ -52,7 +52,7 @@ def test_codes_for_both_gemms_are_one_array(recipe, role):
 
     @jax.jit
     def quantized(x):
-        first, second, _ = _quantized_for_both(plan, role, x, (), scales)
+        first, second, _ = quantized_twice(plan, role, x, (), scales)
         assert first.codes is second.codes
         return first.codes
 
