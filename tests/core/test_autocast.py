@@ -69,11 +69,13 @@ def same(actual, wanted):
 def test_nested_and_left():
     assert in_force() == "delayed"
     with fp8.autocast(recipe=MX):
-        with pytest.raises(KeyError), fp8.autocast(recipe=CURRENT):
+        with fp8.autocast(recipe=CURRENT):
             assert in_force() == "current"
             with fp8.autocast(enabled=False), fp8.autocast():
                 assert in_force() == "delayed"
-            raise KeyError
+        assert in_force() == "MX"
+        with pytest.raises(KeyError), fp8.autocast(enabled=False):
+            raise KeyError(in_force())
         assert in_force() == "MX"
     assert in_force() == "delayed"
 
