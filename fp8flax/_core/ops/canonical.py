@@ -11,15 +11,13 @@ split each of them. Then there are exactly three products, and none of their res
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.qtensor import Dims
@@ -52,18 +50,6 @@ class Layout(NamedTuple):
     def back(self, x: jax.Array) -> jax.Array:
         """Returns the tensor itself, from its canonical form."""
         return lax.transpose(lax.reshape(x, self.permuted), np.argsort(self.order).tolist())
-
-    def sharding(self, sharding: Any) -> Any:
-        """Returns the sharding of the canonical form on explicit mesh axes, given that of the tensor.
-
-        Dimensions from the first merged one on are replicated.
-        """
-        if sharding is None:
-            return None
-        same = itertools.takewhile(
-            lambda each: each[1] == each[2], zip(self.order, self.permuted, self.canonical)
-        )
-        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i, *_ in same)))
 
 
 class Canonical(NamedTuple):

@@ -120,10 +120,6 @@ class Contraction:
         del role
         return x
 
-    def canonical_sharding(self, role: str) -> Any:
-        """Returns the sharding of an operand in canonical form, on a mesh with explicit axes."""
-        raise NotImplementedError
-
     def product(self, name: str) -> Callable[..., jax.Array]:
         """Returns one of the three products, a function of two canonical operands and of the extra arrays.
 
@@ -179,8 +175,6 @@ def contract(
         extra: further arrays, which get no gradients.
         scales: the scale of each tensor with delayed scaling, from ``state.step_scales``.
     """
-    if plan.lhs.sharding is not None:
-        return on_automatic_axes(plan, contract, plan.out_sharding)(operands, extra, scales)
     x, w = (quantized_once(plan, role, x, extra, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
         return plan.original("output", plan.product(FORWARD)(x, w, *extra))
@@ -211,10 +205,6 @@ def _contract_fwd(
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales) -> Any:
     """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
-    if plan.lhs.sharding is not None:
-        kept = _kept_sharding(plan, "input"), _kept_sharding(plan, "kernel")
-        shardings = plan.out_sharding, kept, None
-        return on_automatic_axes(plan, _forward, shardings)(lhs, rhs, extra, scales)
     x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
     with jax.named_scope(FORWARD):
@@ -226,8 +216,7 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, sc
 def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals
-    shardings = (plan.lhs.sharding, plan.rhs.sharding), None
-    grads, amax_of_g = on_automatic_axes(plan, _backward, shardings)(kept, extra, scales, g)
+    grads, amax_of_g = _backward(plan, kept, extra, scales, g)
     amaxes = {**amaxes, **amax_of_g}
     # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
     amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
@@ -353,36 +342,21 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
 # sharding of a reshape, or of a product that sums over devices.
 
 
-def on_automatic_axes(plan: Contraction, f: Any, out_shardings: Any) -> Any:
+def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
     """Returns ``f`` for this plan; it runs without explicit mesh axes.
-
-    The forward pass and the backward pass each call it, because residuals must have explicit axes again: a
-    ``lax.scan`` that is differentiated outside of ``jax.jit`` takes no residuals on automatic axes.
 
     Args:
         plan: the contraction.
         f: a function of the plan and of trees of arrays.
-        out_shardings: the shardings of the results on explicit axes. None stands for replicated results.
+        out_sharding: the sharding of the result on explicit axes; None for a replicated result.
     """
     if plan.lhs.sharding is None:
         return partial(f, plan)
     mesh = plan.lhs.sharding.mesh
+    out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
     inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    is_none = lambda s: s is None  # noqa: E731
-    out_shardings = jax.tree.map(lambda s: replicated if s is None else s, out_shardings, is_leaf=is_none)
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_shardings)
-
-
-def _kept_sharding(plan: Contraction, role: str) -> Any:
-    """Returns the shardings of the codes and scale of a residual; None for an operand that stays wide."""
-    sharding, (_, quantizer) = plan.canonical_sharding(role), plan.recipe.of_role(role)
-    if sharding is None or quantizer is None:
-        return None
-    replicated: Any = None if quantizer.needs_state else NamedSharding(sharding.mesh, PartitionSpec())
-    block = quantizer.block_of(plan.dims[role][1]) if isinstance(quantizer, BlockQuantizer) else ()
-    return QTensor(sharding, replicated, quantizer, block)
+    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
 
 
 def explicit_sharding(x: Any) -> Any:

@@ -120,10 +120,6 @@ class DotContraction(Contraction):
     def original(self, role: str, x: jax.Array) -> jax.Array:
         return self.form.layout(role).back(x)
 
-    def canonical_sharding(self, role: str) -> Any:
-        operand = self.lhs if role == "input" else self.rhs
-        return self.form.layout(role).sharding(operand.sharding)
-
     def product(self, name: str) -> Callable[..., jax.Array]:
         gemm, order = self.gemm(name, self.form.products[name]), self.form.layout("kernel").order
         # Whether the kernel of a frozen model is multiplied in the order in which it is stored.

@@ -80,7 +80,8 @@ def run(
         plan.warn(plan.recipe.forward)
         plan = dataclasses.replace(plan, is_stored=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
-        return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
+        frozen = on_automatic_axes(plan, _frozen, plan.out_sharding)
+        return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
     checked = {}
     for role in plan.configs:
         scale, amax_history = getattr(states, role)
@@ -89,17 +90,18 @@ def run(
     if is_frozen:
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
-        return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
+        frozen = on_automatic_axes(plan, _frozen_qdq if is_qdq else _frozen, plan.out_sharding)
+        return frozen(lhs, rhs, extra, fixed)
     scales = step_scales(plan.configs, checked)
     if is_calibrating():
         tensors = _tensors(plan, checked, scales)
         return observed(lambda x, w: _wide(plan, x, w, extra), tensors, lhs, rhs, *extra)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
+    compute = on_automatic_axes(plan, _run_qdq if is_qdq else contract, plan.out_sharding)
     if mode.value is not None:
-        product = lambda *operands: compute(plan, operands, extra, scales)  # noqa: E731
+        product = lambda *operands: compute(operands, extra, scales)  # noqa: E731
         return observed(product, _tensors(plan, checked, scales), lhs, rhs, *extra)
-    return compute(plan, (lhs, rhs), extra, scales)
+    return compute((lhs, rhs), extra, scales)
 
 
 def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -203,8 +205,6 @@ def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
 @partial(jax.jit, static_argnums=0)
 def _frozen(plan: Any, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-    if plan.lhs.sharding is not None:
-        return on_automatic_axes(plan, _frozen, plan.out_sharding)(lhs, rhs, extra, fixed)
     x = quantized_once(plan, "input", lhs, extra, fixed.scales)
     if fixed.kernel is None:
         w = quantized_once(plan, "kernel", rhs, extra, fixed.scales)
@@ -223,8 +223,7 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
     if dx is None and dw is None:
         return out, jnp.zeros_like(out)
     with jax.named_scope(KEPT_WIDE):
-        tangent = on_automatic_axes(plan, _tangent, plan.out_sharding)((lhs, rhs), (dx, dw), extra, fixed)
-    return out, tangent
+        return out, _tangent(plan, (lhs, rhs), (dx, dw), extra, fixed)
 
 
 def _tangent(plan: Contraction, operands: Any, tangents: Any, extra: Extra, fixed: _Fixed) -> jax.Array:

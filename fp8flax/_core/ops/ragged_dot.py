@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +54,6 @@ class RaggedContraction(Contraction):
     def original(self, role: str, x: jax.Array) -> jax.Array:
         del role
         return x
-
-    def canonical_sharding(self, role: str) -> Any:
-        return None
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         """Returns the ``delayed_amax`` of the rows that belong to experts; -inf if there are none."""
