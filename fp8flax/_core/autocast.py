@@ -38,15 +38,16 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-class _Thread(threading.local):
-    """Holds, for each thread, the ``autocast`` contexts that it has entered and not left yet."""
-
-    def __init__(self) -> None:
-        self.entered: list[tuple[_Autocast, Any]] = []
-        """Each context with JAX's context manager, which restores what was set before."""
+_thread = threading.local()
 
 
-_thread = _Thread()
+def _entered() -> list[tuple[_Autocast, Any]]:
+    """Returns the contexts that this thread has entered and not left yet.
+
+    Beside each is JAX's context manager, which restores what was set before.
+    """
+    entered: list[Any] = vars(_thread).setdefault("entered", [])
+    return entered
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -68,10 +69,10 @@ class _Autocast(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        _thread.entered.append((self, setting))
+        _entered().append((self, setting))
 
     def __exit__(self, *error: object) -> None:
-        entered = _thread.entered
+        entered = _entered()
         if not entered or entered[-1][0] is not self:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "

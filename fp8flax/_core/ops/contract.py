@@ -101,7 +101,7 @@ class Contraction:
     out_dtype: np.dtype
     out_sharding: Any = None
     precision: Any = None
-    """The precision of products that do not run in FP8."""
+    """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
 
@@ -156,7 +156,19 @@ class Contraction:
             DGRAD: (recipe.dgrad, y, w, x),
             WGRAD: (recipe.wgrad, x, y, w),
         }[name]
-        return Gemm(dims, lhs, rhs, out, part.accumulation, self.precision, has_barrier=name == FORWARD)
+        accumulation = part.accumulation if self.precision is None else _accumulation_of(self.precision)
+        return Gemm(dims, lhs, rhs, out, accumulation, self.precision, has_barrier=name == FORWARD)
+
+
+def _accumulation_of(precision: Any) -> str:
+    """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
+    if not isinstance(precision, tuple):
+        raise TypeError(
+            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
+            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
+            "recipe, for instance DelayedScaling(accumulation=('exact', 'exact', 'exact'))."
+        )
+    return "fast" if set(precision) == {lax.Precision.DEFAULT} else "exact"
 
 
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
@@ -195,9 +207,8 @@ def _contract_fwd(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
-    out, kept, amaxes = _forward(plan, *operands, extra, scales)
+    out, (x, w), amaxes = _forward(plan, *operands, extra, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
-    x, w = kept
     x = checkpoint_name(operands[0], _INPUT_NAME) if x is None else x
     return out, _Residuals((x, operands[1] if w is None else w), extra, scales, amaxes)
 
@@ -216,25 +227,19 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, sc
 def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals
-    grads, amax_of_g = _backward(plan, kept, extra, scales, g)
-    amaxes = {**amaxes, **amax_of_g}
-    # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
-    amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
-    return tuple(map(_as_operand, grads, (plan.lhs, plan.rhs))), None, amaxes_of_step
-
-
-def _backward(plan: Contraction, kept: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array) -> Any:
-    """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
     x, w = (
         _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x, extra)
         for role, x in zip(("input", "kernel"), kept)
     )
-    g1, g2, amax = quantized_twice(plan, "output_grad", g, extra, scales)
+    g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, extra, scales)
     with jax.named_scope(DGRAD):
         dx = plan.original("input", plan.product(DGRAD)(g1, w, *extra))
     with jax.named_scope(WGRAD):
         dw = plan.original("kernel", plan.product(WGRAD)(x, g2, *extra))
-    return (dx, dw), amax
+    amaxes = {**amaxes, **amax_of_g}
+    # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
+    amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
+    return (_as_operand(dx, plan.lhs), _as_operand(dw, plan.rhs)), None, amaxes_of_step
 
 
 contract.defvjp(_contract_fwd, _contract_bwd)

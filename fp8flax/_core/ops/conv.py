@@ -20,7 +20,7 @@ from fp8flax._core.gemm.gpus import Fp8EmulationWarning, is_compiling_ahead
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.contract import STATELESS, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.modes import FakeQuantized, check_operands, run
+from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 
@@ -32,16 +32,16 @@ class _Convolution(NamedTuple):
     """The shape of the input."""
     rhs: tuple[int, ...]
     """The shape of the kernel."""
-    out: jax.ShapeDtypeStruct
+    out: Any
+    """The shape and dtype of the result."""
     params: dict[str, Any]
     """The keyword arguments of ``lax.conv_general_dilated``."""
 
     @classmethod
     def of(cls, lhs: Any, rhs: Any, *arguments: Any) -> _Convolution:
         """Returns the convolution of operands, or of their shapes and dtypes; ``lax`` checks them."""
-        trace = jax.make_jaxpr(lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments))
-        program = trace(lhs, rhs)
-        return cls(lhs.shape, rhs.shape, program.out_avals[0], program.eqns[-1].params)
+        out, params = traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
+        return cls(lhs.shape, rhs.shape, out, params)
 
     def windows(self) -> list[_Windows] | None:
         """Returns the windows along each spatial dimension if they do not overlap, and None otherwise.

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import multiply
 from fp8flax._core.gemm.units import warn_if_emulated
-from fp8flax._core.mode import is_calibrating
 from fp8flax._core.names import FORWARD
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import (
@@ -27,7 +26,7 @@ from fp8flax._core.ops.contract import (
     explicit_axes,
     explicit_sharding,
 )
-from fp8flax._core.ops.modes import FakeQuantized, check_operands, run
+from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
@@ -36,8 +35,6 @@ from fp8flax._core.shapes import Float, Float32
 FORMS = ("direct", "qdq")
 """The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
 quantize-dequantize around GEMMs of wide operands."""
-
-_Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -100,7 +97,7 @@ def _dot_general_with_precision_jvp(
 class DotContraction(Contraction):
     """The three products of ``lax.dot_general``."""
 
-    dimension_numbers: _Dims
+    dimension_numbers: DimensionNumbers
 
     @cached_property
     def form(self) -> Canonical:
@@ -175,44 +172,6 @@ class DotContraction(Contraction):
         return Layout(shape, kernel.order, canonical)
 
 
-def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
-    """Returns dimension numbers as tuples of int."""
-    contract, batch = ((tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers)
-    return contract, batch
-
-
-def hashable_precision(precision: Any) -> Any:
-    """Returns a precision in hashable form: a pair in a list becomes a tuple."""
-    return tuple(precision) if isinstance(precision, list) else precision
-
-
-def with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
-    """Returns the recipe with the accumulation that ``precision`` asks for, in all three GEMMs.
-
-    The recipe is returned unchanged if nothing is multiplied in FP8: while calibrating, and for a recipe
-    without quantizers. ``lax`` then interprets the precision.
-
-    Raises:
-        TypeError: ``precision`` is not None, a ``lax.Precision``, its name, or a pair of them.
-    """
-    if precision is None or is_calibrating() or not any(recipe.quantizers):
-        return recipe
-    lhs, rhs = precision if isinstance(precision, tuple | list) else (precision, precision)
-    try:
-        is_fast = lax.Precision(lhs) == lax.Precision(rhs) == lax.Precision.DEFAULT
-    except ValueError:
-        raise TypeError(
-            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
-            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
-            "recipe, for instance DelayedScaling(accumulation=('exact', 'exact', 'exact'))."
-        ) from None
-    gemms = (
-        dataclasses.replace(gemm, accumulation="fast" if is_fast else "exact")
-        for gemm in (recipe.forward, recipe.dgrad, recipe.wgrad)
-    )
-    return CustomRecipe(**dict(zip(("forward", "dgrad", "wgrad"), gemms)))
-
-
 def dot_plan(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -228,11 +187,12 @@ def dot_plan(
     The operands are arrays, or their shapes and dtypes. The recipe is in parts, as ``Recipe.gemms`` returns
     it. For the other arguments see ``fp8_dot_general``.
     """
-    # ``lax.dot_general`` raises its own errors if the shapes do not fit, and determines the result's dtype.
-    out = jax.eval_shape(
-        partial(
-            lax.dot_general,
-            dimension_numbers=dimension_numbers,
+    out, params = traced(
+        lambda lhs, rhs: lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         ),
@@ -240,13 +200,13 @@ def dot_plan(
         rhs,
     )
     return DotContraction(
-        recipe=with_precision(recipe, precision),
+        recipe=recipe,
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         out_sharding=out.sharding,
-        precision=hashable_precision(precision),
-        dimension_numbers=_hashable_dims(dimension_numbers),
+        precision=None if precision is None else params["precision"],
+        dimension_numbers=params["dimension_numbers"],
     )
 
 
@@ -266,10 +226,10 @@ def _qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    dims, precision = _hashable_dims(dimension_numbers), hashable_precision(precision)
+    arguments = dimension_numbers, precision, preferred_element_type
 
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return dot_general_with_precision(lhs, rhs, dims, precision, preferred_element_type)
+        return dot_general_with_precision(lhs, rhs, *arguments)
 
     sharding = explicit_sharding(lhs)
     if out_sharding is not None and sharding is not None:

@@ -49,6 +49,16 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax
     return as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
 
 
+def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, Any]]:
+    """Traces a function of ``lax``, which raises its own errors.
+
+    Returns the shape and dtype of the result, and the parameters of the primitive: all arguments in
+    canonical form.
+    """
+    program = jax.make_jaxpr(f)(*operands)
+    return program.out_avals[0], program.eqns[-1].params
+
+
 def run(
     plan: Contraction,
     lhs: jax.Array,
@@ -73,14 +83,15 @@ def run(
             of ``rhs`` are then not read.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
     """
+    on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
+    wide = on_axes(type(plan).wide)
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
-            return _wide(plan, lhs, rhs, extra)
+            return wide(lhs, rhs, extra)
     if stored_kernel is not None:
         plan.warn(plan.recipe.forward)
-        plan = dataclasses.replace(plan, is_stored=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
-        frozen = on_automatic_axes(plan, _frozen, plan.out_sharding)
+        frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)
         return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
     checked = {}
     for role in plan.configs:
@@ -90,24 +101,17 @@ def run(
     if is_frozen:
         plan.warn(plan.recipe.forward)
         fixed = _Fixed(scales_of(plan.configs, checked), None)
-        frozen = on_automatic_axes(plan, _frozen_qdq if is_qdq else _frozen, plan.out_sharding)
-        return frozen(lhs, rhs, extra, fixed)
+        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, fixed)
     scales = step_scales(plan.configs, checked)
     if is_calibrating():
         tensors = _tensors(plan, checked, scales)
-        return observed(lambda x, w: _wide(plan, x, w, extra), tensors, lhs, rhs, *extra)
+        return observed(lambda x, w: wide(x, w, extra), tensors, lhs, rhs, *extra)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    compute = on_automatic_axes(plan, _run_qdq if is_qdq else contract, plan.out_sharding)
+    compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is not None:
         product = lambda *operands: compute(operands, extra, scales)  # noqa: E731
         return observed(product, _tensors(plan, checked, scales), lhs, rhs, *extra)
     return compute((lhs, rhs), extra, scales)
-
-
-def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-    """Returns ``plan.wide`` of the operands, with the sharding that the caller gave."""
-    product = on_automatic_axes(plan, lambda plan, *operands: plan.wide(*operands), plan.out_sharding)
-    return product(lhs, rhs, extra)
 
 
 # Quantize-dequantize.

@@ -19,8 +19,7 @@ from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
-from fp8flax._core.ops.dot_general import hashable_precision, with_precision
-from fp8flax._core.ops.modes import check_operands, run
+from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Integer
@@ -134,14 +133,17 @@ def fp8_ragged_dot(
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
     _check_shapes(lhs, rhs, group_sizes)
-    out = jax.eval_shape(
-        partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
+    out, params = traced(
+        lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
+        lhs,
+        rhs,
+        group_sizes,
     )
     plan = RaggedContraction(
-        recipe=with_precision(recipe.gemms, precision),
+        recipe=recipe.gemms,
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
-        precision=hashable_precision(precision),
+        precision=None if precision is None else params["precision"],
     )
     return run(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)
