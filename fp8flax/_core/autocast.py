@@ -142,10 +142,7 @@ def ambient_hint(needs_state: bool = False) -> str:
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
-    Args:
-        own: the recipe that the op was given. It has precedence over that of ``autocast``. None if the op
-            was given no recipe.
-        default: the recipe of an op that was given no recipe, if ``autocast`` sets none.
+    The op's own recipe comes first, then that of ``autocast``, then the default.
     """
     ambient = None if _jit_key.value is None else _jit_key.value.recipe
     if ambient is _OFF:

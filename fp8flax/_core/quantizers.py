@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.qtensor import Dims, QTensor, dequantized
 from fp8flax._core.quantize import quantize, saturated, straight_through
 from fp8flax._core.scaling import (
     current_scale,
@@ -102,14 +102,11 @@ def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
 class DelayedQuantizer(Quantizer):
     """Quantizer with one scale per tensor, taken from the amaxes of past steps.
 
-    The layer keeps the scale and the history as its scaling state.
+    The layer keeps the scale and the history as its scaling state. The other fields are those of
+    ``DelayedScaling``.
 
     Attributes:
         dtype: FP8 dtype of the codes.
-        margin: headroom in powers of two, 0 to 16.
-        amax_history_len: number of past steps in the history, 1 or more.
-        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
-        use_power_2_scales: whether the scale is rounded up to a power of two.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -358,19 +355,9 @@ def quantized(quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: D
 
 
 def quantized_and_back(
-    quantizer: Quantizer | None,
-    x: Float[jax.Array, "*dims"],
-    dims: Dims,
-    scale: Float32[jax.Array, "*scale"] | None,
+    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any
 ) -> Float[jax.Array, "*dims"]:
-    """Quantizes ``x`` and dequantizes it again; the derivative is that of the identity.
-
-    Returns ``x`` unchanged if the quantizer is None.
-    """
-    if quantizer is None:
-        return x
-
-    def round_trip(x: jax.Array, scale: Any) -> jax.Array:
-        return quantizer.quantize(x, dims, scale).dequantize(x.dtype)
-
-    return straight_through(round_trip, x, scale)
+    """Returns ``dequantized(quantized(…))``; the derivative is that of the identity."""
+    return straight_through(
+        lambda x, scale: dequantized(quantized(quantizer, x, dims, scale), x.dtype), x, scale
+    )

@@ -37,15 +37,9 @@ class GemmRecipe:
     * ``"default"``: no request. XLA may use a GPU kernel of its own, which needs no transposed copies of
       the operands, and accumulates as that GPU kernel does.
 
-    ``"fast"`` and ``"exact"`` ask for cublasLt, which takes sizes that are multiples of 16. These GEMMs run
-    as ``"default"`` instead:
-
-    * a GEMM with a size that is not a multiple of 16 (a tiny one, of fewer than 100 elements, is emulated)
-    * e5m2 times e5m2, which cublasLt does not have
-    * on Hopper, ``"fast"`` GEMMs of a frozen kernel and up to 256 rows, as in decoding, because the
-      transposed copy of the kernel would take longer
-
-    Everything accumulates in float32 if FP8 is emulated, and if scales are per block.
+    ``"fast"`` and ``"exact"`` ask for cublasLt. Sizes that are not multiples of 16, e5m2 times e5m2, and
+    (on Hopper) ``"fast"`` GEMMs of a frozen kernel and up to 256 rows run as ``"default"``. Everything
+    accumulates in float32 if FP8 is emulated, and if scales are per block.
 
     Attributes:
         lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.

@@ -172,7 +172,7 @@ def test_dtypes_and_precision_are_honoured():
     layer.preferred_element_type = jnp.float32
     assert jax.eval_shape(layer, X).dtype == jnp.float32
     layer.precision = "nonsense"
-    with pytest.raises(TypeError, match="precision"):
+    with pytest.raises(ValueError, match="nonsense"):
         layer(X)
 
 

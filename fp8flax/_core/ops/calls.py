@@ -58,8 +58,8 @@ class DotGeneralCall(Called):
                 kernel's dtype.)
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
-        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, out_sharding=out_sharding)
+        arguments = dimension_numbers, precision, preferred_element_type
+        return self._multiplier()(lhs, rhs, *arguments, out_sharding=out_sharding)
 
 
 class EinsumCall(Called):
@@ -81,14 +81,13 @@ class EinsumCall(Called):
             eqn: the equation; no index may occur twice within one operand.
             lhs: the input, any shape; bfloat16, float16, float32 or float64.
             rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-            precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-                ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+            precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
                 returns.
-            out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
+            out_sharding: how to shard the result on a mesh with explicit axes.
         """
-        operands = eqn, lhs, rhs, precision, preferred_element_type
-        return einsum_with(self._multiplier(), *operands, out_sharding)
+        arguments = precision, preferred_element_type, out_sharding
+        return einsum_with(self._multiplier(), eqn, lhs, rhs, *arguments)
 
 
 class ConvCall(Called):
@@ -152,8 +151,7 @@ class RaggedDotCall(Called):
             lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
             rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
             group_sizes: rows of each expert, ``(experts,)``, integers.
-            precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-                ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+            precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
         return self._multiplier()(lhs, rhs, group_sizes, precision, preferred_element_type)

@@ -25,50 +25,6 @@ from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 
 
-class _Convolution(NamedTuple):
-    """A convolution as ``lax`` writes it: with all defaults filled in."""
-
-    lhs: tuple[int, ...]
-    """The shape of the input."""
-    rhs: tuple[int, ...]
-    """The shape of the kernel."""
-    out: Any
-    """The shape and dtype of the result."""
-    params: dict[str, Any]
-    """The keyword arguments of ``lax.conv_general_dilated``."""
-
-    @classmethod
-    def of(cls, lhs: Any, rhs: Any, *arguments: Any) -> _Convolution:
-        """Returns the convolution of operands, or of their shapes and dtypes; ``lax`` checks them."""
-        out, params = traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
-        return cls(lhs.shape, rhs.shape, out, params)
-
-    def windows(self) -> list[_Windows] | None:
-        """Returns the windows along each spatial dimension if they do not overlap, and None otherwise.
-
-        Without overlap the convolution is a matmul of windows and kernel. The result is also None for
-        groups and for a dilated input.
-        """
-        params = self.params
-        groups = params["feature_group_count"], params["batch_group_count"]
-        if groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
-            return None
-        lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-        windows = []
-        for lhs_dim, rhs_dim, out_dim, stride, dilation, (low, _) in zip(
-            *(lhs_spec[2:], rhs_spec[2:], out_spec[2:]),
-            *(params["window_strides"], params["rhs_dilation"], params["padding"]),
-        ):
-            size, number = self.rhs[rhs_dim], self.out.shape[out_dim]
-            length = (size - 1) * dilation + 1
-            step = length if number == 1 else stride  # a single window overlaps nothing
-            if size == 0 or length > step:
-                return None
-            high = number * step - self.lhs[lhs_dim] - low
-            windows.append(_Windows((low, high, 0), number, step, length, dilation))
-        return windows
-
-
 class _Windows(NamedTuple):
     """The windows of a convolution along one spatial dimension, if they do not overlap.
 
@@ -79,24 +35,43 @@ class _Windows(NamedTuple):
     padding: tuple[int, int, int]
     """As for ``lax.pad``: elements to add before and after; a negative number removes elements."""
     number: int
-    """The number of windows."""
     step: int
-    """The distance from the start of a window to the start of the next one."""
     length: int
     """The distance from the start of a window to its end."""
     dilation: int
     """The distance from one element of a window to the next."""
 
 
-def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-    """Returns whether a convolution is computed as a matmul.
+def _traced(lhs: Any, rhs: Any, *arguments: Any) -> tuple[Any, dict[str, Any], list[_Windows] | None]:
+    """Returns the result's shape and dtype, the arguments as ``lax`` writes them, and the windows.
 
-    Args:
-        lhs: the input, or its shape and dtype.
-        rhs: the kernel, or its shape and dtype.
-        *arguments: the further arguments of ``lax.conv_general_dilated``.
+    There is a ``_Windows`` for each spatial dimension if the windows do not overlap. The convolution is
+    then a matmul of windows and kernel. It is None if they overlap, for groups, and for a dilated input.
     """
-    return _Convolution.of(lhs, rhs, *arguments).windows() is not None
+    out, params = traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
+    groups = params["feature_group_count"], params["batch_group_count"]
+    if groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
+        return out, params, None
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    windows = []
+    for lhs_dim, rhs_dim, out_dim, stride, dilation, (low, _) in zip(
+        *(lhs_spec[2:], rhs_spec[2:], out_spec[2:]),
+        *(params["window_strides"], params["rhs_dilation"], params["padding"]),
+    ):
+        size, number = rhs.shape[rhs_dim], out.shape[out_dim]
+        length = (size - 1) * dilation + 1
+        step = length if number == 1 else stride  # a single window overlaps nothing
+        if size == 0 or length > step:
+            return out, params, None
+        high = number * step - lhs.shape[lhs_dim] - low
+        windows.append(_Windows((low, high, 0), number, step, length, dilation))
+    return out, params, windows
+
+
+def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+    """Returns whether a convolution of operands, or of their shapes and dtypes, is computed as a matmul."""
+    _, _, windows = _traced(lhs, rhs, *arguments)
+    return windows is not None
 
 
 def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
@@ -112,32 +87,19 @@ def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
     return x
 
 
-def _convolved(conv: _Convolution, scope: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Returns the convolution of wide operands that hold FP8 values; ``scope`` tells an audit why."""
+def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the convolution of wide operands that hold FP8 values."""
     # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
     # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    dtype = conv.out.dtype
+    dtype = out_dtype
     if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
         dtype = sum_dtype_of(dtype, lhs.dtype)
-    params = {**conv.params, "preferred_element_type": dtype}
-    with jax.named_scope(scope):
-        out = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params)
-        return out.astype(conv.out.dtype)
+    params = {**params, "preferred_element_type": dtype}
+    return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
 
 
-def _warn() -> None:
-    """Warns that a convolution that is not a matmul has FP8 values, but not the speed of FP8."""
-    if not is_compiling_ahead():  # an audit compiles for another device than the current one
-        warnings.warn(
-            "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
-            "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
-            Fp8EmulationWarning,
-            stacklevel=1,
-        )
-
-
-def _check_recipe(recipe: Recipe, conv: _Convolution) -> None:
+def _check_recipe(recipe: Recipe, params: dict[str, Any]) -> None:
     """Raises ``ValueError`` if a convolution that is not a matmul cannot scale its tensors by a recipe.
 
     Each tensor is cast once, so it takes one quantizer, with one scale.
@@ -146,7 +108,7 @@ def _check_recipe(recipe: Recipe, conv: _Convolution) -> None:
     has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
     if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
         names = ("window_strides", "rhs_dilation", "lhs_dilation", "feature_group_count")
-        got = ", ".join(f"{name}={conv.params[name]}" for name in (*names, "batch_group_count"))
+        got = ", ".join(f"{name}={params[name]}" for name in (*names, "batch_group_count"))
         raise ValueError(
             "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
             "takes one scale per tensor, the same in all products: DelayedScaling() or "
@@ -187,19 +149,27 @@ def fp8_conv_general_dilated(
     those of ``Fp8ConvGeneralDilatedOp``, the other arguments those of ``fp8_dot_general``.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
-    conv = _Convolution.of(
+    out, params, windows = _traced(
         *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
         *(feature_group_count, batch_group_count, precision, preferred_element_type),
     )
-    windows = conv.windows()
     if windows is None:
-        _check_recipe(recipe, conv)
-        if any(recipe.gemms.quantizers):
-            _warn()
-        scope = KEPT_WIDE if None in recipe.gemms.quantizers else CONVOLVED_WIDE
-        plan = FakeQuantized.of(lambda x, w: _convolved(conv, scope, x, w), lhs, rhs, recipe.gemms)
+        _check_recipe(recipe, params)
+        if any(recipe.gemms.quantizers) and not is_compiling_ahead():
+            warnings.warn(
+                "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
+                "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
+                Fp8EmulationWarning,
+                stacklevel=1,
+            )
+
+        def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            with jax.named_scope(KEPT_WIDE if None in recipe.gemms.quantizers else CONVOLVED_WIDE):
+                return _convolved(out.dtype, params, lhs, rhs)
+
+        plan = FakeQuantized.of(convolve, lhs, rhs, recipe.gemms)
         return run(plan, lhs, rhs, states=states, is_frozen=is_frozen)
-    lhs_spec, rhs_spec, out_spec = conv.params["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
     # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
     contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])

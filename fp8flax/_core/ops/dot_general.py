@@ -256,23 +256,15 @@ def fp8_dot_general(
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     The arguments up to ``preferred_element_type``, ``out_sharding`` and the result are those of
-    ``DotGeneralCall``, the errors those of ``Fp8DotGeneralOp``.
+    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains
+    ``is_frozen``, ``stored_kernel`` and ``input_scale``.
 
     Args:
         lhs: the input.
         rhs: the kernel.
-        dimension_numbers: as for ``lax.dot_general``.
-        precision: as for ``DotGeneralCall``.
-        preferred_element_type: as for ``DotGeneralCall``.
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
         recipe: how the tensors are scaled.
-        form: see ``Fp8DotGeneralOp``.
-        is_frozen: see ``modes.run``. JAX can then differentiate the op any number of times, in forward and
-            reverse mode.
-        stored_kernel: see ``modes.run``.
-        input_scale: see ``modes.run``.
-        out_sharding: as for ``lax.dot_general``.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     make_plan = dot_plan if form == "direct" else _qdq_plan

@@ -221,24 +221,15 @@ def _frozen(plan: Any, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fix
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    lhs, rhs, extra, fixed = primals
-    dx, dw = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents[:2])
-    out = _frozen(plan, lhs, rhs, extra, fixed)
-    if dx is None and dw is None:
-        return out, jnp.zeros_like(out)
-    with jax.named_scope(KEPT_WIDE):
-        return out, _tangent(plan, (lhs, rhs), (dx, dw), extra, fixed)
-
-
-def _tangent(plan: Contraction, operands: Any, tangents: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
-    """Returns the tangent of ``_frozen``; the tangent of an operand is None if the operand is constant."""
-    (lhs, rhs), (dx, dw) = operands, tangents
+    (lhs, rhs, extra, fixed), (dx, dw, *_) = primals, tangents
     terms = []
-    if dx is not None:
-        terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra))
-    if dw is not None:
-        terms.append(plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra))
-    return sum(terms[1:], terms[0])
+    with jax.named_scope(KEPT_WIDE):
+        if not isinstance(dx, SymbolicZero):
+            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra))
+        if not isinstance(dw, SymbolicZero):
+            terms.append(plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra))
+    out = _frozen(plan, lhs, rhs, extra, fixed)
+    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
 
 
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
