@@ -23,7 +23,7 @@ from fp8flax._core.scaling import (
     power_of_two,
     scale_exponent,
 )
-from fp8flax._core.shapes import Float, Float32
+from fp8flax._core.shapes import Float
 
 MX_COLUMNS = 32
 """Columns that share a scale where hardware multiplies block-scaled operands."""
@@ -64,9 +64,7 @@ class Quantizer:
         """Returns whether the codes for one GEMM of a tensor also serve its other GEMM."""
         return bool(self.has_one_scale)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         """Quantizes an operand for one GEMM.
 
         NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
@@ -74,7 +72,8 @@ class Quantizer:
         Args:
             x: the wide operand.
             dims: which of its dimensions the GEMM contracts.
-            scale: the scale of this step, if ``needs_state``: one element, or one per stacked tensor.
+            scale: the float32 scale of this step, if ``needs_state``: one element, or one per stacked
+                tensor.
 
         Returns:
             The codes with their scales.
@@ -139,9 +138,7 @@ class DelayedQuantizer(Quantizer):
         check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         check_bool("use_power_2_scales", self.use_power_2_scales)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         assert scale is not None
         scale = dims.as_scale(scale)
         return QTensor(quantize(x, self.dtype, scale), scale, self)
@@ -192,9 +189,7 @@ class CurrentQuantizer(Quantizer):
     def strategy(self) -> str:
         return "tensor" if self.has_one_scale else "channel"
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
@@ -298,9 +293,7 @@ class BlockQuantizer(Quantizer):
                 block[places[-1]] = size
         return tuple(block)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
         block = self.block_of(dims)
         blocks, within = _split(x, block)
