@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -28,7 +27,7 @@ from fp8flax._core.ops.contract import (
 )
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Float32
 
@@ -119,9 +118,8 @@ class DotContraction(Contraction):
 
     def product(self, name: str) -> Callable[..., jax.Array]:
         gemm, order = self.gemm(name, self.form.products[name]), self.form.layout("kernel").order
-        # Whether the kernel of a frozen model is multiplied in the order in which it is stored.
-        is_stored = name == FORWARD and self.is_stored
-        is_stored = is_stored and not self.form.num_batch and order == tuple(range(len(order)))
+        is_in_order = not self.form.num_batch and order == tuple(range(len(order)))
+        is_stored = self.is_stored and name == FORWARD and is_in_order
         return partial(multiply, gemm._replace(is_stored=is_stored))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -138,37 +136,32 @@ class DotContraction(Contraction):
         The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
         scales per block the shape ``(batch, output blocks, contracted blocks)``.
         """
-        scale, dims = kernel.scale, self.dims["kernel"][0]
-        if kernel.block:
-            batch, depth = scale.shape[: dims.num_batch], scale.shape[dims.num_batch]
-            scale = lax.transpose(scale, dims.in_order).reshape(math.prod(batch), -1, depth)
-        elif scale.ndim:
-            scale = self._scales_per_slice.back(scale)
-        return QTensor(self.original("kernel", kernel.codes), scale, kernel.quantizer)
+        scale, quantizer = kernel.scale, kernel.quantizer
+        scale = self._stored_scales(quantizer).back(scale) if scale.ndim else scale
+        return QTensor(self.original("kernel", kernel.codes), scale, quantizer)
 
     def restored(self, kernel: QTensor) -> QTensor:
         """Returns a stored kernel in canonical form."""
-        scale, quantizer, dims = kernel.scale, kernel.quantizer, self.dims["kernel"][0]
+        scale, quantizer = kernel.scale, kernel.quantizer
         # Codes in another dtype would give the same values, and run wide.
         assert kernel.codes.dtype == quantizer.dtype
-        codes = self.canonical("kernel", kernel.codes, ())
-        block: tuple[int, ...] = ()
+        scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
+        is_block = isinstance(quantizer, BlockQuantizer)
+        block = quantizer.block_of(self.dims["kernel"][0]) if is_block else ()
+        return QTensor(self.canonical("kernel", kernel.codes, ()), scale, quantizer, block)
+
+    def _stored_scales(self, quantizer: Quantizer) -> Layout:
+        """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
+        kernel, dims = self.form.layout("kernel"), self.dims["kernel"][0]
+        (depth,) = dims.contract  # the dimensions before it are batch dimensions
         if isinstance(quantizer, BlockQuantizer):
             block = quantizer.block_of(dims)
-            counts = [-(-size // width) for size, width in zip(codes.shape, block)]
-            scale = scale.reshape([counts[i] for i in dims.in_order])
-            scale = lax.transpose(scale, np.argsort(dims.in_order))
-        elif scale.ndim:
-            scale = self._scales_per_slice.to(scale)
-        return QTensor(codes, scale, quantizer, block)
-
-    @property
-    def _scales_per_slice(self) -> Layout:
-        """The layout of the scales of a kernel along the contraction: of size 1 where it is contracted."""
+            counts = tuple(-(-size // width) for size, width in zip(kernel.canonical, block))
+            stored = math.prod(counts[:depth]), math.prod(counts[depth + 1 :]), counts[depth]
+            return Layout(stored, (0, 2, 1), counts)
         (_, contract), _ = self.dimension_numbers
-        kernel, (depth,) = self.form.layout("kernel"), self.dims["kernel"][0].contract
         shape = tuple(1 if i in contract else size for i, size in enumerate(kernel.shape))
-        canonical = tuple(1 if i == depth else size for i, size in enumerate(kernel.canonical))
+        canonical = (*kernel.canonical[:depth], 1, *kernel.canonical[depth + 1 :])
         return Layout(shape, kernel.order, canonical)
 
 
