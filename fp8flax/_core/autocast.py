@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -39,32 +38,16 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-class _Entry(NamedTuple):
-    """A ``with`` statement of ``autocast`` that was entered and not left yet."""
-
-    owner: _Autocast
-    setting: Any
-    """JAX's context manager. When it exits, it restores the ``_Ambient`` from before it was entered."""
-    task: asyncio.Task[Any] | None
-    """The asyncio task that entered, if any."""
+_thread = threading.local()
 
 
-class _Thread(threading.local):
-    """Holds, for each thread, the ``autocast`` statements that were entered and not left yet."""
+def _entered() -> list[tuple[_Autocast, Any]]:
+    """Returns the contexts that this thread has entered and not left yet.
 
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-
-
-_thread = _Thread()
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    """Returns the asyncio task that runs now; None outside of an event loop."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
+    Beside each is JAX's context manager, which restores what was set before.
+    """
+    entered: list[Any] = vars(_thread).setdefault("entered", [])
+    return entered
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -84,37 +67,21 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        entries, task = _thread.entries, _current_task()
-        inside = entries[-1].task if entries else None
-        if inside is not None and inside is not task:
-            who = "Code outside of all tasks" if task is None else f"The asyncio task {task.get_name()!r}"
-            raise RuntimeError(
-                f"{who} entered autocast while the task {inside.get_name()!r} of the same thread is inside "
-                "of autocast. autocast sets one recipe for the whole thread, so each task would change the "
-                "recipe of the other. Leave autocast before each await, enter it once around the code that "
-                "starts the tasks, or give the ops a recipe of their own."
-            )
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        entries.append(_Entry(self, setting, task))
+        _entered().append((self, setting))
 
     def __exit__(self, *error: object) -> None:
-        entries = _thread.entries
-        mine = [i for i, entry in enumerate(entries) if entry.owner is self]
-        if not mine:
+        entered = _entered()
+        if not entered or entered[-1][0] is not self:
             raise RuntimeError(
-                f"autocast was left in the thread {threading.current_thread().name!r}, which had not "
-                "entered it. The recipe stays set in the thread that entered. Leave autocast, and close a "
-                "generator that is suspended under it, in the thread that entered."
+                "The autocast that is left is not the last one that this thread has entered. An asyncio "
+                "task or a generator was suspended under autocast, while other code of the thread entered "
+                "or left it. Leave autocast before each await and yield, or give the ops a recipe of their "
+                "own."
             )
-        last = mine[-1]
-        left = entries.pop(last)
-        if last == len(entries):
-            left.setting.__exit__(*error)
-        else:
-            # An inner entry is still open, so its recipe stays set. The next inner entry must restore, when
-            # it is left, what was set before this one.
-            entries[last] = entries[last]._replace(setting=left.setting)
+        _, setting = entered.pop()
+        setting.__exit__(*error)
 
 
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:
@@ -125,11 +92,9 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     is called under another recipe is traced again. The backward pass uses the recipe of its forward pass,
     wherever it runs.
 
-    ``autocast`` belongs to the thread that enters it. Other threads, also those of ``asyncio.to_thread``,
-    must enter it themselves. While an asyncio task is inside of ``autocast``, the other tasks of the thread
-    compute with its recipe, and get an error if they enter ``autocast``. While a generator is suspended
-    under ``autocast``, its caller is under it too, until the generator leaves ``autocast`` or is closed.
-    Contexts may be left in any order: the recipe in use is that of the last one entered and not yet left.
+    ``autocast`` belongs to the thread that enters it. Other threads must enter it themselves. All code that
+    the thread runs in the meantime is under it, also that of other asyncio tasks, and of the caller of a
+    suspended generator. So leave it before each ``await`` and ``yield``.
 
     A recipe with scaling state (``DelayedScaling``) needs that state in the variables. Call ``init`` of the
     model, or ``fp8flax.add_fp8_state``, under the recipe.
@@ -145,8 +110,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     Raises:
         TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
             decorated function is a generator or a coroutine function.
-        RuntimeError: ``autocast`` is entered while another asyncio task of the thread is inside of it; or
-            is left in a thread that did not enter it.
+        RuntimeError: a thread leaves another context than the last one that it has entered.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -157,9 +121,6 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
     Source: Transformer Engine, ``autocast``.
     """
-    given: Any = enabled
-    if isinstance(given, Recipe):
-        raise TypeError(f"enabled must be a bool; got {given!r}. Name the recipe: autocast(recipe=…).")
     check_bool("enabled", enabled)
     gemms = None if recipe is None else check_recipe(recipe)
     return _Autocast(gemms if enabled else _OFF)
@@ -181,16 +142,9 @@ def ambient_hint(needs_state: bool = False) -> str:
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
-    Args:
-        own: the recipe that the op was given. It has precedence over that of ``autocast``. None if the op
-            was given no recipe.
-        default: the recipe of an op that was given no recipe, if ``autocast`` sets none.
+    The op's own recipe comes first, then that of ``autocast``, then the default.
     """
-    ambient = _jit_key.value
-    if ambient is None:
-        return default if own is None else own
-    if ambient.recipe is _OFF:
+    ambient = None if _jit_key.value is None else _jit_key.value.recipe
+    if ambient is _OFF:
         return None
-    if own is not None:
-        return own
-    return default if ambient.recipe is None else ambient.recipe
+    return own or ambient or default

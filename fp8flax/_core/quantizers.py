@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.formats import as_fp8_dtype, fp8_max
-from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
+from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.qtensor import Dims, QTensor, dequantized
 from fp8flax._core.quantize import quantize, saturated, straight_through
 from fp8flax._core.scaling import (
     current_scale,
@@ -23,21 +23,12 @@ from fp8flax._core.scaling import (
     power_of_two,
     scale_exponent,
 )
-from fp8flax._core.shapes import Float, Float32
-
-AMAX_ALGORITHMS = ("max", "most_recent")
-GRANULARITIES = ("tensorwise", "axiswise")
-ROUNDINGS = ("up", "floor")
-_BLOCK_SCALES = ("e8m0", "power_of_two", "float32")
-_MARGIN_LIMIT = "More would push the data below the smallest FP8 values."
+from fp8flax._core.shapes import Float
 
 MX_COLUMNS = 32
 """Columns that share a scale where hardware multiplies block-scaled operands."""
 
-
-def _set_dtype(quantizer: Any) -> None:
-    """Replaces the field ``dtype`` by a NumPy dtype, so that equal quantizers compare and hash equal."""
-    object.__setattr__(quantizer, "dtype", as_fp8_dtype(quantizer.dtype, "dtype"))
+_FLOAT32 = np.finfo(np.float32)
 
 
 class Quantizer:
@@ -54,7 +45,6 @@ class Quantizer:
         strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
             ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of contracted elements that share a float32 scale; None for other scales.
-        has_mx_scales: whether the units of Blackwell GPUs can multiply by the scales.
     """
 
     dtype: Any
@@ -64,16 +54,17 @@ class Quantizer:
     has_one_scale: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
-    has_mx_scales: ClassVar[Any] = False
+
+    def __post_init__(self) -> None:
+        # A NumPy dtype, so that equal quantizers compare and hash equal.
+        object.__setattr__(self, "dtype", as_fp8_dtype(self.dtype, "dtype"))
 
     @property
     def serves_both(self) -> bool:
         """Returns whether the codes for one GEMM of a tensor also serve its other GEMM."""
         return bool(self.has_one_scale)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         """Quantizes an operand for one GEMM.
 
         NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
@@ -81,7 +72,8 @@ class Quantizer:
         Args:
             x: the wide operand.
             dims: which of its dimensions the GEMM contracts.
-            scale: the scale of this step, if ``needs_state``: one element, or one per stacked tensor.
+            scale: the float32 scale of this step, if ``needs_state``: one element, or one per stacked
+                tensor.
 
         Returns:
             The codes with their scales.
@@ -109,14 +101,11 @@ def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
 class DelayedQuantizer(Quantizer):
     """Quantizer with one scale per tensor, taken from the amaxes of past steps.
 
-    The layer keeps the scale and the history as its scaling state.
+    The layer keeps the scale and the history as its scaling state. The other fields are those of
+    ``DelayedScaling``.
 
     Attributes:
         dtype: FP8 dtype of the codes.
-        margin: headroom in powers of two, 0 to 16.
-        amax_history_len: number of past steps in the history, 1 or more.
-        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
-        use_power_2_scales: whether the scale is rounded up to a power of two.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -141,19 +130,15 @@ class DelayedQuantizer(Quantizer):
     strategy: ClassVar[str] = "tensor"
 
     def __post_init__(self) -> None:
-        _set_dtype(self)
-        margin = check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
-        amax_history_len = check_int("amax_history_len", self.amax_history_len, 1)
-        check_choice("amax_compute_algo", self.amax_compute_algo, AMAX_ALGORITHMS)
-        check_bool("use_power_2_scales", self.use_power_2_scales)
+        super().__post_init__()
         # Python ints, because integers of NumPy would take part in the promotion of dtypes.
-        object.__setattr__(self, "margin", margin)
-        object.__setattr__(self, "amax_history_len", amax_history_len)
+        object.__setattr__(self, "margin", check_int("margin", self.margin, 0, 16))
+        length = check_int("amax_history_len", self.amax_history_len, 1)
+        object.__setattr__(self, "amax_history_len", length)
+        check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        check_bool("use_power_2_scales", self.use_power_2_scales)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
-        """Quantizes an operand with the given scale."""
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         assert scale is not None
         scale = dims.as_scale(scale)
         return QTensor(quantize(x, self.dtype, scale), scale, self)
@@ -189,25 +174,22 @@ class CurrentQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _set_dtype(self)
-        check_choice("granularity", self.granularity, GRANULARITIES)
+        super().__post_init__()
+        check_choice("granularity", self.granularity, ("tensorwise", "axiswise"))
         check_bool("use_power_2_scales", self.use_power_2_scales)
-        check_epsilon("amax_epsilon", self.amax_epsilon)
+        epsilon = self.amax_epsilon
+        if not (epsilon == 0 or float(_FLOAT32.tiny) <= epsilon <= float(_FLOAT32.max)):
+            raise ValueError(f"amax_epsilon must be 0 or a normal, positive float32; got {epsilon}.")
 
     @property
     def has_one_scale(self) -> bool:
-        """Returns whether there is one scale per tensor instead of one per slice."""
         return self.granularity == "tensorwise"
 
     @property
     def strategy(self) -> str:
-        """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "tensor" if self.has_one_scale else "channel"
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
-        """Quantizes an operand with scales computed from the finite amax of ``x``, or of each slice."""
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
@@ -257,16 +239,19 @@ class BlockQuantizer(Quantizer):
     scales_along_contraction: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _set_dtype(self)
+        super().__post_init__()
+        if self.dtype not in OCP_DTYPES:
+            raise ValueError(
+                "dtype of a BlockQuantizer must be float8_e4m3fn or float8_e5m2, which block scales are "
+                f"defined for; got {self.dtype}. For FNUZ formats use DelayedScaling or "
+                "Float8CurrentScaling."
+            )
         if not (isinstance(self.block, tuple) and len(self.block) == 2):
             raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
-        rows, columns = (
-            check_int(f"block[{i}] ({name})", self.block[i], 1)
-            for i, name in enumerate(("rows", "columns"))
-        )
-        object.__setattr__(self, "block", (rows, columns))
-        check_choice("scale", self.scale, _BLOCK_SCALES)
-        check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
+        block = tuple(check_int(f"block[{i}]", size, 1) for i, size in enumerate(self.block))
+        object.__setattr__(self, "block", block)
+        check_choice("scale", self.scale, ("e8m0", "power_of_two", "float32"))
+        check_choice("scale_rounding", self.scale_rounding, ("up", "floor"))
         if self.scale_rounding == "floor" and self.scale != "e8m0":
             raise ValueError(
                 f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
@@ -279,23 +264,20 @@ class BlockQuantizer(Quantizer):
         return self.scale != "float32"
 
     @property
+    def has_mx_scales(self) -> bool:
+        """Returns whether the units of Blackwell GPUs can multiply by the scales."""
+        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
+
+    @property
     def strategy(self) -> str | None:
-        """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "block" if self.block == (128, 128) else None
 
     @property
     def scale_columns(self) -> int | None:
-        """Returns the number of columns of a block, or None for E8M0 scales."""
         return None if self.scale == "e8m0" else self.block[1]
 
     @property
-    def has_mx_scales(self) -> bool:
-        """Returns whether scales are powers of two, and the width of a block is a multiple of 32."""
-        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
-
-    @property
     def serves_both(self) -> bool:
-        """Returns whether the blocks are square."""
         return self.block[0] == self.block[1]
 
     def block_of(self, dims: Dims) -> tuple[int, ...]:
@@ -311,10 +293,7 @@ class BlockQuantizer(Quantizer):
                 block[places[-1]] = size
         return tuple(block)
 
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Float32[jax.Array, "*scale"] | None = None
-    ) -> QTensor:
-        """Quantizes an operand with scales computed from the finite amax of each block."""
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
         block = self.block_of(dims)
         blocks, within = _split(x, block)
@@ -333,7 +312,6 @@ class BlockQuantizer(Quantizer):
         return QTensor(_joined(codes, x.shape, block), lax.squeeze(new_scale, within), self, block)
 
     def dequantize(self, q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns codes times scales; see ``Quantizer``."""
         blocks, within = _split(wide_codes(q, dtype), q.block)
         is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
         for factor in e8m0_factors(q.scale) if is_e8m0 else (q.scale,):
@@ -370,19 +348,9 @@ def quantized(quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: D
 
 
 def quantized_and_back(
-    quantizer: Quantizer | None,
-    x: Float[jax.Array, "*dims"],
-    dims: Dims,
-    scale: Float32[jax.Array, "*scale"] | None,
+    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any
 ) -> Float[jax.Array, "*dims"]:
-    """Quantizes ``x`` and dequantizes it again; the derivative is that of the identity.
-
-    Returns ``x`` unchanged if the quantizer is None.
-    """
-    if quantizer is None:
-        return x
-
-    def round_trip(x: jax.Array, scale: Any) -> jax.Array:
-        return quantizer.quantize(x, dims, scale).dequantize(x.dtype)
-
-    return straight_through(round_trip, x, scale)
+    """Returns ``dequantized(quantized(…))``; the derivative is that of the identity."""
+    return straight_through(
+        lambda x, scale: dequantized(quantized(quantizer, x, dims, scale), x.dtype), x, scale
+    )

@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
-import numpy as np
-
 from fp8flax._core.formats import Format
+from fp8flax._core.names import ROLES
 from fp8flax._core.options import check_bool, check_choice
-from fp8flax._core.quantizers import (
-    ROUNDINGS,
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    Quantizer,
-)
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, Quantizer
 
 QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
 _ACCUMULATIONS = ("fast", "exact", "default")
 """The valid values of ``GemmRecipe.accumulation``, which explains them."""
 
-
-def _check_format(value: Any) -> None:
-    """Raises ``TypeError`` if ``fp8_format`` of a recipe is not a ``Format``."""
-    if not isinstance(value, Format):
-        raise TypeError(
-            f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
-            f"got {value!r}."
-        )
-
-
-def _check_ocp_format(value: Any, recipe: str) -> None:
-    """Raises an error if ``fp8_format`` of a recipe with block scales is not one of the OCP formats."""
-    _check_format(value)
-    if value.name.endswith("_FNUZ"):
-        raise ValueError(
-            f"fp8_format of {recipe} must be E4M3, E5M2 or HYBRID, which block scales are defined for; "
-            f"got {value.name}. For FNUZ formats use DelayedScaling or Float8CurrentScaling."
-        )
-
-
 _FAST_FORWARD = ("fast", "exact", "exact")
 """The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
 
 _IN_FLOAT32 = ("exact", "exact", "exact")
 """The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
-
-
-def _check_accumulation(value: Any) -> None:
-    """Raises an error if ``accumulation`` of a recipe is not a tuple of three of the valid words."""
-    if not (isinstance(value, tuple) and len(value) == 3):
-        raise TypeError(
-            f"accumulation must be a tuple of three words, for forward, dgrad and wgrad; got {value!r}."
-        )
-    for word in value:
-        check_choice("accumulation", word, _ACCUMULATIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,15 +37,9 @@ class GemmRecipe:
     * ``"default"``: no request. XLA may use a GPU kernel of its own, which needs no transposed copies of
       the operands, and accumulates as that GPU kernel does.
 
-    ``"fast"`` and ``"exact"`` ask for cublasLt, which takes sizes that are multiples of 16. These GEMMs run
-    as ``"default"`` instead:
-
-    * a GEMM with a size that is not a multiple of 16 (a tiny one, of fewer than 100 elements, is emulated)
-    * e5m2 times e5m2, which cublasLt does not have
-    * on Hopper, ``"fast"`` GEMMs of a frozen kernel and up to 256 rows, as in decoding, because the
-      transposed copy of the kernel would take longer
-
-    Everything accumulates in float32 if FP8 is emulated, and if scales are per block.
+    ``"fast"`` and ``"exact"`` ask for cublasLt. Sizes that are not multiples of 16, e5m2 times e5m2, and
+    (on Hopper) ``"fast"`` GEMMs of a frozen kernel and up to 256 rows run as ``"default"``. Everything
+    accumulates in float32 if FP8 is emulated, and if scales are per block.
 
     Attributes:
         lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.
@@ -133,29 +89,38 @@ class Recipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         raise NotImplementedError
 
+    def __post_init__(self) -> None:
+        fp8_format = getattr(self, "fp8_format", None)
+        if not isinstance(fp8_format, Format):
+            raise TypeError(
+                f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
+                f"got {fp8_format!r}."
+            )
+        _ = self.gemms  # the quantizers and GemmRecipe check the other fields
 
-def _custom_recipe(
-    accumulation: tuple[str, str, str],
-    forward: tuple[Quantizer | None, Quantizer | None],
-    dgrad: tuple[Quantizer | None, Quantizer | None],
-    wgrad: tuple[Quantizer | None, Quantizer | None],
+
+def _gemms_of(
+    x: Quantizer, w: Quantizer, g: Quantizer, accumulation: tuple[str, str, str] = _IN_FLOAT32
 ) -> CustomRecipe:
-    """Returns a ``CustomRecipe`` from the quantizers ``(lhs, rhs)`` of each of the three GEMMs."""
-    pairs = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    """Returns the recipe in parts, which quantizes a tensor alike in both of its GEMMs.
+
+    Args:
+        x: the quantizer of the input.
+        w: the quantizer of the kernel.
+        g: the quantizer of the output gradient.
+        accumulation: the accumulation of forward, dgrad and wgrad.
+    """
+    if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
+        raise TypeError(
+            "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "
+            f"{accumulation!r}."
+        )
+    forward, dgrad, wgrad = accumulation
     return CustomRecipe(
-        **{
-            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=word)
-            for (name, (lhs, rhs)), word in zip(pairs.items(), accumulation)
-        }
+        forward=GemmRecipe(lhs=x, rhs=w, accumulation=forward),
+        dgrad=GemmRecipe(lhs=g, rhs=w, accumulation=dgrad),
+        wgrad=GemmRecipe(lhs=x, rhs=g, accumulation=wgrad),
     )
-
-
-_USES = {
-    "input": ("forward.lhs", "wgrad.lhs"),
-    "kernel": ("forward.rhs", "dgrad.rhs"),
-    "output_grad": ("dgrad.lhs", "wgrad.rhs"),
-}
-"""For each role of a tensor, where the tensor enters its two GEMMs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,14 +153,12 @@ class CustomRecipe(Recipe):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, GemmRecipe):
-                hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
-                raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
-        for role, (first, second) in _USES.items():
-            delayed = dict.fromkeys(self._delayed_of(role))
-            if len(delayed) > 1:
+                raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}.")
+        for role in ROLES:
+            if len(delayed := set(self._delayed_of(role))) > 1:
                 raise ValueError(
-                    f"{first} and {second} quantize the {role} by two different DelayedQuantizers, but the "
-                    f"{role} has only one scaling state. Make them equal; got {list(delayed)}."
+                    f"The two GEMMs of the {role} quantize it by two different DelayedQuantizers, but the "
+                    f"{role} has only one scaling state. Make them equal; got {delayed}."
                 )
 
     @property
@@ -209,8 +172,11 @@ class CustomRecipe(Recipe):
         Args:
             role: the role of the tensor, ``"input"``, ``"kernel"`` or ``"output_grad"``.
         """
-        quantizers: tuple[Quantizer | None, Quantizer | None] = operator.attrgetter(*_USES[role])(self)
-        return quantizers
+        return {
+            "input": (self.forward.lhs, self.wgrad.lhs),
+            "kernel": (self.forward.rhs, self.dgrad.rhs),
+            "output_grad": (self.dgrad.lhs, self.wgrad.rhs),
+        }[role]
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, ...]:
@@ -220,11 +186,11 @@ class CustomRecipe(Recipe):
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
-        return {role: delayed[0] for role in _USES if (delayed := self._delayed_of(role))}
+        return {role: delayed[0] for role in ROLES if (delayed := self._delayed_of(role))}
 
     def _delayed_of(self, role: str) -> list[DelayedQuantizer]:
         """Returns the delayed quantizers of a tensor. In a valid recipe they are equal."""
-        return [q for q in self.of_role(role) if q is not None and q.needs_state]  # type: ignore[misc]
+        return [q for q in self.of_role(role) if isinstance(q, DelayedQuantizer)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,26 +234,20 @@ class DelayedScaling(Recipe):
     use_power_2_scales: bool = False
     accumulation: tuple[str, str, str] = _FAST_FORWARD
 
-    def __post_init__(self) -> None:
-        _check_format(self.fp8_format)
-        _check_accumulation(self.accumulation)
-        self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
-
-    def _quantizer(self, dtype: np.dtype) -> DelayedQuantizer:
-        return DelayedQuantizer(
-            dtype=dtype,
-            margin=self.margin,
-            amax_history_len=self.amax_history_len,
-            amax_compute_algo=self.amax_compute_algo,
-            use_power_2_scales=self.use_power_2_scales,
-        )
-
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe in parts, with the same delayed quantizers in each GEMM."""
-        x = self._quantizer(self.fp8_format.forward_dtype)
-        g = self._quantizer(self.fp8_format.backward_dtype)
-        return _custom_recipe(self.accumulation, (x, x), (g, x), (x, g))
+        x, g = (
+            DelayedQuantizer(
+                dtype=dtype,
+                margin=self.margin,
+                amax_history_len=self.amax_history_len,
+                amax_compute_algo=self.amax_compute_algo,
+                use_power_2_scales=self.use_power_2_scales,
+            )
+            for dtype in self.fp8_format.value
+        )
+        return _gemms_of(x, x, g, self.accumulation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,24 +288,18 @@ class Float8CurrentScaling(Recipe):
     high_precision_wgrad: bool = False
     accumulation: tuple[str, str, str] = _FAST_FORWARD
 
-    def __post_init__(self) -> None:
-        _check_format(self.fp8_format)
-        check_bool("high_precision_wgrad", self.high_precision_wgrad)
-        _check_accumulation(self.accumulation)
-        self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
-
-    def _quantizer(self, dtype: np.dtype) -> CurrentQuantizer:
-        return CurrentQuantizer(
-            dtype=dtype, granularity=self.granularity, use_power_2_scales=self.use_power_2_scales
-        )
-
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe in parts, with current quantizers in each GEMM."""
-        x = self._quantizer(self.fp8_format.forward_dtype)
-        g = self._quantizer(self.fp8_format.backward_dtype)
-        wgrad = (None, None) if self.high_precision_wgrad else (x, g)
-        return _custom_recipe(self.accumulation, (x, x), (g, x), wgrad)
+        check_bool("high_precision_wgrad", self.high_precision_wgrad)
+        x, g = (
+            CurrentQuantizer(
+                dtype=dtype, granularity=self.granularity, use_power_2_scales=self.use_power_2_scales
+            )
+            for dtype in self.fp8_format.value
+        )
+        gemms = _gemms_of(x, x, g, self.accumulation)
+        return dataclasses.replace(gemms, wgrad=GemmRecipe()) if self.high_precision_wgrad else gemms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,18 +331,14 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     scale_rounding: str = "up"
 
-    def __post_init__(self) -> None:
-        _check_ocp_format(self.fp8_format, type(self).__name__)
-        check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
-
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe in parts, with 1×32 blocks in each GEMM."""
         x, g = (
             BlockQuantizer(dtype=dtype, block=(1, 32), scale="e8m0", scale_rounding=self.scale_rounding)
-            for dtype in (self.fp8_format.forward_dtype, self.fp8_format.backward_dtype)
+            for dtype in self.fp8_format.value
         )
-        return _custom_recipe(_IN_FLOAT32, (x, x), (g, x), (x, g))
+        return _gemms_of(x, x, g)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,18 +371,13 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
-    def __post_init__(self) -> None:
-        _check_ocp_format(self.fp8_format, type(self).__name__)
-        check_bool("use_f32_scales", self.use_f32_scales)
-
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe in parts, with blocks of 128 columns in each GEMM."""
+        check_bool("use_f32_scales", self.use_f32_scales)
         scale = "float32" if self.use_f32_scales else "power_of_two"
-        x = BlockQuantizer(dtype=self.fp8_format.forward_dtype, block=(1, 128), scale=scale)
-        w = dataclasses.replace(x, block=(128, 128))
-        g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
-        return _custom_recipe(_IN_FLOAT32, (x, w), (g, w), (x, g))
+        x, g = (BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale) for dtype in self.fp8_format.value)
+        return _gemms_of(x, dataclasses.replace(x, block=(128, 128)), g)
 
 
 _RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)

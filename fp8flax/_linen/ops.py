@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8flax._core.formats import Format
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 

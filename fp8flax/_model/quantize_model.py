@@ -141,7 +141,7 @@ def quantize_model(
         return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", "", "", more)
+        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
     if inputs:
         raise TypeError(
             f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them."

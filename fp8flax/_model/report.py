@@ -147,7 +147,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         return found
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
-        raise wrong_model(model, must, "flax.linen", "report", SEE_AUDIT)
+        raise wrong_model(model, must, SEE_AUDIT)
     with counting():
         program = trace_apply(model, None, args, kwargs)
     return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(model).decided})

@@ -137,7 +137,7 @@ def _front_of(model: Any) -> Any:
         return linen
     front = nnx_front(model)
     if front is None:
-        raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module", "", "")
+        raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
     return front
 
 

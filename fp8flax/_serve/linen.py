@@ -95,7 +95,7 @@ def is_frozen(model: nn.Module) -> bool:
 def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
     """Returns the ops of a frozen model, and its variables without boxes; see ``freeze.described``."""
     if not is_frozen(model):
-        raise wrong_model(model, "come from fp8flax.freeze", "flax.linen", "save_safetensors")
+        raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)
     return list(model._fp8_serving.ops), nn.meta.unbox(dict(variables))
 

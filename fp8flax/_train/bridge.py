@@ -77,7 +77,7 @@ def add_fp8_state(
     """
     check_variables(variables)
     if not isinstance(model, nn.Module):
-        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "")
+        raise wrong_model(model, "be a flax.linen.Module")
     wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:
         raise ValueError(

@@ -104,7 +104,7 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[s
         TypeError: nothing in the model is frozen, or there are variables beside it.
     """
     if not is_frozen(model):
-        raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
+        raise wrong_model(model, "come from fp8flax.nnx.freeze")
     if variables is not None:
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."

@@ -15,8 +15,7 @@ from jax import lax
 
 from fp8flax._compat.traces import current_trace
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
-from fp8flax._core.ops.row import GemmSizes, OpRow
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._model.contraction_site import contraction
 from fp8flax._model.interception import Front
@@ -380,7 +379,7 @@ def _new_op(
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
     if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
-        raise wrong_model(model, "come from fp8flax.quantize_model", "flax.nnx", "report", SEE_AUDIT)
+        raise wrong_model(model, "come from fp8flax.quantize_model", SEE_AUDIT)
 
     def decision_of(site: Site, node: Any) -> Decision:
         op = getattr(node, site.name, None) if site.name else None

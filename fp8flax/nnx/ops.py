@@ -17,7 +17,7 @@ from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
 

@@ -19,8 +19,7 @@ from flax import nnx
 
 from fp8flax._compat.traces import current_trace, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED
-from fp8flax._core.ops.ops import DOT_GENERAL
-from fp8flax._core.ops.row import OpRow
+from fp8flax._core.ops.row import DOT_GENERAL, OpRow
 from fp8flax._model.contraction_site import Contraction, contraction
 from fp8flax._model.interception import Front, Interception
 from fp8flax.nnx.ops import Fp8Op

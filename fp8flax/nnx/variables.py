@@ -28,7 +28,7 @@ def check_model(model: Any, function: str, more: str = "") -> None:
     """
     nodes = jax.tree.leaves(model, is_leaf=is_node)
     if not (isinstance(model, nnx.State) or any(map(is_node, nodes))):
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", function, more)
+        raise wrong_model(model, "be a flax.nnx.Module", more)
 
 
 def state_of(node: Any) -> dict[str, Any]:

@@ -1,8 +1,5 @@
-"""Views of operands as matrices, and quantized tensors as bits, beside NumPy."""
+"""Quantized tensors as bits, and back."""
 
-import itertools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,12 +22,3 @@ def test_bits_and_back(dtype, scale_dtype):
     back = bits.from_bits()
     assert (back.codes.dtype, back.scale.dtype) == (dtype, scale_dtype)
     np.testing.assert_array_equal(np.asarray(back.codes).view(np.uint8), codes)
-
-
-def test_it_is_a_tree_of_codes_and_scale():
-    quantizer = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
-    tensors = [QTensor(jnp.full(3, i, jnp.float8_e4m3fn), jnp.float32(i), quantizer) for i in range(2)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)
-    assert stacked.quantizer is quantizer
-    assert (stacked.codes.shape, stacked.scale.shape) == ((2, 3), (2,))
-    assert len(list(itertools.chain(jax.tree.leaves(tensors)))) == 4

@@ -70,9 +70,8 @@ def test_codes_and_scales(name, way):
     dtype, contract = (E4M3, 1) if way == "e4m3, rows" else (E5M2, 0)
     quantizer = QUANTIZERS[name](dtype)
     quantize = jax.jit(lambda x: quantizer.quantize(x, Dims(2, (contract,))))
-    for seed in range(2):
-        for x in reference_recipes.tensors((131, 70), seed).values():
-            assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
+    for x in reference_recipes.tensors((131, 70), 0).values():
+        assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
 
 
 @pytest.mark.parametrize("shape", [(1, 33), (0, 5)], ids=str)
@@ -116,14 +115,13 @@ def test_float64_beyond_float32():
             assert_same_quantized(q, *codes_and_scales(quantizer, x, 1))
 
 
-@pytest.mark.parametrize("granularity", ["tensorwise", "axiswise"])
-def test_a_smaller_amax_counts_as_epsilon(granularity):
+@pytest.mark.parametrize(
+    ("granularity", "expected"), [("tensorwise", 0.02), ("axiswise", [[0.01], [0.02]])]
+)
+def test_a_smaller_amax_counts_as_epsilon(granularity, expected):
     quantizer = fp8.CurrentQuantizer(dtype=E4M3, granularity=granularity, amax_epsilon=4.48)
-    x = np.float32([[1.0, 2.0], [8.96, 0.0]])
-    for factor, small, large in ((1, 0.01, 0.02), (0.01, 0.01, 0.01)):
-        expected = large if granularity == "tensorwise" else [[small], [large]]
-        scale = quantizer.quantize(jnp.asarray(x * np.float32(factor)), Dims(2, (1,))).scale
-        np.testing.assert_allclose(scale, expected, rtol=1e-6)
+    scale = quantizer.quantize(jnp.float32([[1.0, 2.0], [8.96, 0.0]]), Dims(2, (1,))).scale
+    np.testing.assert_allclose(scale, expected, rtol=1e-6)
 
 
 def test_batches_and_stacks():

@@ -30,12 +30,9 @@ def test_integers_of_numpy_become_ints():
 
 @pytest.mark.parametrize("recipe", [fp8.DelayedScaling, fp8.Float8CurrentScaling])
 def test_accumulation_has_one_of_three_words_for_each_gemm(recipe):
-    gemms = recipe(accumulation=("exact", "fast", "default")).gemms
-    assert [g.accumulation for g in (gemms.forward, gemms.dgrad, gemms.wgrad)] == [
-        "exact",
-        "fast",
-        "default",
-    ]
+    words = ("exact", "fast", "default")
+    gemms = recipe(accumulation=words).gemms
+    assert (gemms.forward.accumulation, gemms.dgrad.accumulation, gemms.wgrad.accumulation) == words
     with pytest.raises(ValueError, match=r"accumulation must be one of .* got 'f32'"):
         recipe(accumulation=("fast", "f32", "exact"))
     for value in ("fast", ("fast", "exact"), ["fast", "exact", "exact"]):
@@ -110,12 +107,12 @@ WRONG = {
         ({"use_power_2_scales": None}, TypeError, "use_power_2_scales"),
     ],
     fp8.MXFP8BlockScaling: [
-        ({"fp8_format": fp8.Format.E4M3_FNUZ}, ValueError, "E4M3_FNUZ.*DelayedScaling"),
+        ({"fp8_format": fp8.Format.E4M3_FNUZ}, ValueError, "e4m3fnuz.*DelayedScaling"),
         ({"scale_rounding": "nearest"}, ValueError, "scale_rounding .*'nearest'"),
     ],
     fp8.Float8BlockScaling: [
         ({"use_f32_scales": 0}, TypeError, "use_f32_scales .*got 0"),
-        ({"fp8_format": fp8.Format.HYBRID_FNUZ}, ValueError, "HYBRID_FNUZ"),
+        ({"fp8_format": fp8.Format.HYBRID_FNUZ}, ValueError, "fnuz"),
     ],
     fp8.DelayedQuantizer: [
         ({"dtype": "bfloat16"}, TypeError, "dtype .*'bfloat16'"),
@@ -125,11 +122,8 @@ WRONG = {
     fp8.CurrentQuantizer: [
         ({"dtype": E4M3, "granularity": None}, ValueError, "granularity"),
         *(
-            ({"dtype": E4M3, "amax_epsilon": value}, error, "amax_epsilon")
-            for value, error in (
-                *((-1e-12, ValueError), (1e-40, ValueError), (1e300, ValueError)),
-                *((float("nan"), ValueError), ("0", TypeError)),
-            )
+            ({"dtype": E4M3, "amax_epsilon": value}, ValueError, "amax_epsilon")
+            for value in (-1e-12, 1e-40, 1e300, float("nan"))
         ),
     ],
     fp8.BlockQuantizer: [
@@ -148,14 +142,14 @@ WRONG = {
     fp8.CustomRecipe: [
         ({"forward": DELAYED}, TypeError, "forward must be a GemmRecipe"),
         ({"wgrad": None}, TypeError, "wgrad must be a GemmRecipe"),
-        ({"dgrad": fp8.MXFP8BlockScaling()}, TypeError, "dgrad .*take it from its gemms"),
+        ({"dgrad": fp8.MXFP8BlockScaling()}, TypeError, "dgrad must be a GemmRecipe"),
         (
             {
                 "forward": fp8.GemmRecipe(lhs=DELAYED),
                 "wgrad": fp8.GemmRecipe(lhs=dataclasses.replace(DELAYED, margin=2)),
             },
             ValueError,
-            "forward.lhs and wgrad.lhs",
+            "the input has only one",
         ),
     ],
 }

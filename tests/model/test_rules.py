@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops.ops import CONV, DOT_GENERAL
-from fp8flax._core.ops.row import GemmSizes
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, GemmSizes
 from fp8flax._model.rules import BREAK_EVEN, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan

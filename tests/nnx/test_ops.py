@@ -172,7 +172,7 @@ def test_dtypes_and_precision_are_honoured():
     layer.preferred_element_type = jnp.float32
     assert jax.eval_shape(layer, X).dtype == jnp.float32
     layer.precision = "nonsense"
-    with pytest.raises(TypeError, match="precision"):
+    with pytest.raises(ValueError, match="nonsense"):
         layer(X)
 
 
@@ -221,8 +221,6 @@ def test_arguments_that_are_wrong():
         nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp, rngs=rngs())(X)
     with pytest.raises(TypeError, match=r"fp8flax\.nnx\.Fp8Einsum"):
         nnx.Einsum("ab,bc->ac", (16, 8), einsum_op=fp8nnx.Fp8Einsum, rngs=rngs())(X[0])
-    with pytest.raises(TypeError, match="eqn"):
-        nnx.Linear(16, 8, dot_general=fp8nnx.Fp8Einsum(), rngs=rngs())(X)
     with pytest.raises(ValueError, match="form must be one of"):
         fp8nnx.Fp8DotGeneralOp(form="nonsense")
     with pytest.raises(TypeError, match="recipe"):

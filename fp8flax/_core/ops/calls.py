@@ -16,12 +16,7 @@ from fp8flax._core.shapes import Float, Integer
 
 
 class Called:
-    """Base class of the classes that define how an op is called.
-
-    The Linen op and the NNX op inherit from it, so both have the same ``__call__``. This method puts all
-    arguments in the order of the JAX function, and passes them to the function that ``_multiplier``
-    returns.
-    """
+    """Base class of the signatures: ``__call__`` puts all arguments in the order of the JAX function."""
 
     def _multiplier(self) -> Callable[..., jax.Array]:
         """Returns the function that computes the op from the operands and the arguments of the call."""
@@ -32,11 +27,6 @@ def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[
     """Returns a function with the signature of an op, which computes with ``multiply``.
 
     NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
-
-    Args:
-        call: the signature of the op.
-        multiply: takes the operands and arguments in the order of the JAX function, and ``out_sharding`` if
-            the signature has it.
     """
     called: Any = call.__call__
     return partial(called, SimpleNamespace(_multiplier=lambda: multiply))
@@ -68,8 +58,8 @@ class DotGeneralCall(Called):
                 kernel's dtype.)
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
-        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, out_sharding=out_sharding)
+        arguments = dimension_numbers, precision, preferred_element_type
+        return self._multiplier()(lhs, rhs, *arguments, out_sharding=out_sharding)
 
 
 class EinsumCall(Called):
@@ -91,19 +81,13 @@ class EinsumCall(Called):
             eqn: the equation; no index may occur twice within one operand.
             lhs: the input, any shape; bfloat16, float16, float32 or float64.
             rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-            precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-                ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+            precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
                 returns.
-            out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
+            out_sharding: how to shard the result on a mesh with explicit axes.
         """
-        if not isinstance(eqn, str):
-            raise TypeError(
-                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
-                "called like jnp.einsum. A layer that multiplies by lax.dot_general takes Fp8DotGeneralOp."
-            )
-        operands = eqn, lhs, rhs, precision, preferred_element_type
-        return einsum_with(self._multiplier(), *operands, out_sharding)
+        arguments = precision, preferred_element_type, out_sharding
+        return einsum_with(self._multiplier(), eqn, lhs, rhs, *arguments)
 
 
 class ConvCall(Called):
@@ -144,17 +128,8 @@ class ConvCall(Called):
             out_sharding: how to shard the result on a mesh with explicit axes.
         """
         out = self._multiplier()(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            preferred_element_type,
+            *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
+            *(feature_group_count, batch_group_count, precision, preferred_element_type),
         )
         return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
@@ -176,8 +151,7 @@ class RaggedDotCall(Called):
             lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
             rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
             group_sizes: rows of each expert, ``(experts,)``, integers.
-            precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-                ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+            precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
         return self._multiplier()(lhs, rhs, group_sizes, precision, preferred_element_type)

@@ -11,15 +11,13 @@ split each of them. Then there are exactly three products, and none of their res
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.qtensor import Dims
@@ -47,58 +45,32 @@ class Layout(NamedTuple):
 
     def to(self, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
-        return _reshaped(_transposed(x, self.order), self.canonical)
+        return lax.reshape(lax.transpose(x, self.order), self.canonical)
 
     def back(self, x: jax.Array) -> jax.Array:
         """Returns the tensor itself, from its canonical form."""
-        return _transposed(_reshaped(x, self.permuted), np.argsort(self.order).tolist())
-
-    def sharding(self, sharding: Any) -> Any:
-        """Returns the sharding of the canonical form on explicit mesh axes, given that of the tensor.
-
-        Dimensions from the first merged one on are replicated.
-        """
-        if sharding is None:
-            return None
-        same = itertools.takewhile(
-            lambda each: each[1] == each[2], zip(self.order, self.permuted, self.canonical)
-        )
-        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i, *_ in same)))
-
-
-def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    return x if list(order) == list(range(x.ndim)) else lax.transpose(x, tuple(order))
-
-
-def _reshaped(x: jax.Array, shape: Shape) -> jax.Array:
-    return x if x.shape == shape else x.reshape(shape)
+        return lax.transpose(lax.reshape(x, self.permuted), np.argsort(self.order).tolist())
 
 
 class Canonical(NamedTuple):
     """The canonical form of a contraction (hashable)."""
 
-    x: Layout
-    kernel: Layout
+    layouts: tuple[Layout, Layout, Layout]
+    """The layouts of input, kernel and result."""
     num_batch: int
     num_rows: int
     """The number of dimensions in M."""
 
-    @property
-    def output_shape(self) -> Shape:
-        """Returns the shape of the result, ``(*B, *M, *N)``."""
-        return (*self.x.canonical[:-1], *self.kernel.canonical[self.num_batch + 1 :])
-
-    @property
-    def is_merged(self) -> bool:
-        """Returns whether several dimensions are merged to one."""
-        return any(len(layout.canonical) < len(layout.shape) for layout in (self.x, self.kernel))
+    def layout(self, role: str) -> Layout:
+        """Returns the layout of a tensor; that of the result for ``"output"`` and ``"output_grad"``."""
+        return self.layouts[{"input": 0, "kernel": 1}.get(role, 2)]
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
         """Returns what the first and the second product of each tensor contract, by its role."""
-        b, m, ndim = self.num_batch, self.num_batch + self.num_rows, len(self.output_shape)
-        rows, of_x, of_kernel = tuple(range(b, m)), len(self.x.canonical), len(self.kernel.canonical)
-        columns = tuple(range(b + 1, of_kernel))
+        of_x, of_kernel, ndim = (len(layout.canonical) for layout in self.layouts)
+        b, m = self.num_batch, self.num_batch + self.num_rows
+        rows, columns = tuple(range(b, m)), tuple(range(b + 1, of_kernel))
         return {
             "input": (Dims(of_x, (of_x - 1,), b), Dims(of_x, rows, b)),
             "kernel": (Dims(of_kernel, (b,), b), Dims(of_kernel, columns, b)),
@@ -128,21 +100,22 @@ def canonical(
             dimension is not a multiple of all of them.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    num_batch, batch = len(lhs_batch), tuple(lhs[i] for i in lhs_batch)
-
-    def free(shape: Shape, *used: Sequence[int]) -> tuple[int, ...]:
-        return tuple(i for i in range(len(shape)) if all(i not in dims for dims in used))
-
-    lhs_free, rhs_free = free(lhs, lhs_contract, lhs_batch), free(rhs, rhs_contract, rhs_batch)
-    rows = _whole_blocks(tuple(lhs[i] for i in lhs_free), blocks)
-    columns = _whole_blocks(tuple(rhs[i] for i in rhs_free), blocks)
-    depth = math.prod(lhs[i] for i in lhs_contract)
-    return Canonical(
-        Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, depth)),
-        Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, depth, *columns)),
-        num_batch,
-        len(rows),
+    lhs_free, rhs_free = (
+        tuple(i for i in range(len(shape)) if i not in (*contract, *batch))
+        for shape, contract, batch in ((lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch))
     )
+    batch, m, n = (
+        tuple(shape[i] for i in places)
+        for shape, places in ((lhs, lhs_batch), (lhs, lhs_free), (rhs, rhs_free))
+    )
+    rows, columns = _whole_blocks(m, blocks), _whole_blocks(n, blocks)
+    k, out = math.prod(lhs[i] for i in lhs_contract), (*batch, *m, *n)
+    layouts = (
+        Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)),
+        Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)),
+        Layout(out, tuple(range(len(out))), (*batch, *rows, *columns)),
+    )
+    return Canonical(layouts, len(batch), len(rows))
 
 
 def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:

@@ -19,6 +19,7 @@ this step where a derivative would return the cotangent of the scale (see ``stat
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,8 +90,8 @@ class Operand(NamedTuple):
 class Contraction:
     """The static description of a contraction (hashable), and its products.
 
-    Ops with other products have other subclasses. Methods take tensors by their role. A tensor is
-    multiplied in its canonical form, which ``canonical`` makes.
+    Each op has a subclass. Methods take tensors by their role. A tensor is quantized and multiplied in its
+    canonical form.
     """
 
     recipe: CustomRecipe
@@ -99,17 +100,9 @@ class Contraction:
     out_dtype: np.dtype
     out_sharding: Any = None
     precision: Any = None
-    """The precision of products that do not run in FP8."""
+    """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
-
-    @property
-    def is_automatic(self) -> bool:
-        """Returns whether the explicit axes of a mesh become automatic inside of the contraction.
-
-        XLA then chooses the shardings inside.
-        """
-        return False
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -117,39 +110,25 @@ class Contraction:
         raise NotImplementedError
 
     def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns a tensor in the form in which it is quantized and multiplied."""
-        raise NotImplementedError
+        """Returns a tensor in canonical form."""
+        del role, extra
+        return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns an operand or its cotangent, or the result, in its own shape from the canonical one."""
-        raise NotImplementedError
+        """Returns a tensor in its own shape, given its canonical form."""
+        del role
+        return x
 
-    def canonical_sharding(self, role: str) -> Any:
-        """Returns the sharding of an operand in canonical form, on explicit mesh axes; otherwise None."""
-        raise NotImplementedError
+    def product(self, name: str) -> Callable[..., jax.Array]:
+        """Returns one of the three products, a function of two canonical operands and of the extra arrays.
 
-    def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
-        """Returns one of the three products.
-
-        Args:
-            name: ``FORWARD`` for input and kernel, ``DGRAD`` for output gradient and kernel, ``WGRAD`` for
-                input and output gradient.
-            a: the left operand in canonical form: a ``QTensor``, or an array that stays wide.
-            b: the right operand.
-            extra: the further arrays of the op.
+        ``FORWARD`` multiplies input and kernel, ``DGRAD`` output gradient and kernel, ``WGRAD`` input and
+        output gradient. An operand is a ``QTensor``, or an array that stays wide.
         """
         raise NotImplementedError
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         """Returns the product of wide operands without FP8, as JAX computes it."""
-        raise NotImplementedError
-
-    def stored(self, kernel: QTensor) -> QTensor:
-        """Returns a canonical kernel as a frozen model stores it."""
-        raise NotImplementedError
-
-    def restored(self, kernel: QTensor) -> QTensor:
-        """Returns a stored kernel in canonical form."""
         raise NotImplementedError
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
@@ -176,7 +155,19 @@ class Contraction:
             DGRAD: (recipe.dgrad, y, w, x),
             WGRAD: (recipe.wgrad, x, y, w),
         }[name]
-        return Gemm(dims, lhs, rhs, out, part.accumulation, self.precision, has_barrier=name == FORWARD)
+        accumulation = part.accumulation if self.precision is None else _accumulation_of(self.precision)
+        return Gemm(dims, lhs, rhs, out, accumulation, self.precision, has_barrier=name == FORWARD)
+
+
+def _accumulation_of(precision: Any) -> str:
+    """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
+    if not isinstance(precision, tuple):
+        raise TypeError(
+            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
+            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
+            "recipe, for instance DelayedScaling(accumulation=('exact', 'exact', 'exact'))."
+        )
+    return "fast" if set(precision) == {lax.Precision.DEFAULT} else "exact"
 
 
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
@@ -195,26 +186,9 @@ def contract(
         extra: further arrays, which get no gradients.
         scales: the scale of each tensor with delayed scaling, from ``state.step_scale``.
     """
-    return on_automatic_axes(plan, quantized_product, plan.out_sharding)(*operands, extra, scales, None)
-
-
-def quantized_product(
-    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales, stored: Any
-) -> jax.Array:
-    """Quantizes wide operands and returns the forward product, without residuals.
-
-    Args:
-        plan: the contraction.
-        lhs: the input.
-        rhs: the kernel; not read if ``stored`` is given.
-        extra: the further arrays of the op.
-        scales: the delayed scales, by role.
-        stored: the kernel as a canonical ``QTensor``; None to quantize ``rhs``.
-    """
-    x = quantized_once(plan, "input", lhs, extra, scales)
-    w = quantized_once(plan, "kernel", rhs, extra, scales) if stored is None else stored
+    x, w = (quantized_once(plan, role, x, extra, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
-        return plan.original("output", plan.product(FORWARD, x, w, extra))
+        return plan.original("output", plan.product(FORWARD)(x, w, *extra))
 
 
 class _Residuals(NamedTuple):
@@ -232,9 +206,8 @@ def _contract_fwd(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
-    out, kept, amaxes = _forward(plan, *operands, extra, scales)
+    out, (x, w), amaxes = _forward(plan, *operands, extra, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
-    x, w = kept
     x = checkpoint_name(operands[0], _INPUT_NAME) if x is None else x
     return out, _Residuals((x, operands[1] if w is None else w), extra, scales, amaxes)
 
@@ -242,56 +215,39 @@ def _contract_fwd(
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales) -> Any:
     """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
-
-    def forward(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, scales: Scales) -> Any:
-        x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
-        w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
-        with jax.named_scope(FORWARD):
-            out = plan.original("output", plan.product(FORWARD, x, w, extra))
-        return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
-
-    kept_shardings = _kept_sharding(plan, "input"), _kept_sharding(plan, "kernel")
-    shardings = plan.out_sharding, kept_shardings, None  # None: amaxes are replicated
-    return on_automatic_axes(plan, forward, shardings)(lhs, rhs, extra, scales)
+    x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
+    w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
+    with jax.named_scope(FORWARD):
+        out = plan.original("output", plan.product(FORWARD)(x, w, *extra))
+    return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 
 @partial(jax.jit, static_argnums=0)
 def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
     kept, extra, scales, amaxes = residuals
-    shardings = (plan.lhs.sharding, plan.rhs.sharding), None
-    grads, amax_of_g = on_automatic_axes(plan, _backward, shardings)(kept, extra, scales, g)
-    amaxes = {**amaxes, **amax_of_g}
-    # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
-    amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
-    return tuple(map(_as_operand, grads, (plan.lhs, plan.rhs))), None, amaxes_of_step
-
-
-def _backward(plan: Contraction, kept: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array) -> Any:
-    """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
     x, w = (
         _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x, extra)
         for role, x in zip(("input", "kernel"), kept)
     )
-    g = plan.canonical("output_grad", g, extra)
-    g1, g2, amax = _quantized_for_both(plan, "output_grad", g, extra, scales)
+    g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, extra, scales)
     with jax.named_scope(DGRAD):
-        dx = plan.original("input", plan.product(DGRAD, g1, w, extra))
+        dx = plan.original("input", plan.product(DGRAD)(g1, w, *extra))
     with jax.named_scope(WGRAD):
-        dw = plan.original("kernel", plan.product(WGRAD, x, g2, extra))
-    return (dx, dw), amax
+        dw = plan.original("kernel", plan.product(WGRAD)(x, g2, *extra))
+    amaxes = {**amaxes, **amax_of_g}
+    # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
+    amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
+    return (_as_operand(dx, plan.lhs), _as_operand(dw, plan.rhs)), None, amaxes_of_step
 
 
 contract.defvjp(_contract_fwd, _contract_bwd)
 
 
 def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
-    """Returns a cotangent with the dtype, manual axes and sharding of its operand, as JAX requires."""
+    """Returns a cotangent with the dtype and the manual axes of its operand, as JAX requires."""
     # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
-    grad = sum_to_axes(grad, operand.axes).astype(operand.dtype)
-    if operand.sharding is not None:  # scales per row or column may have changed the sharding
-        grad = jax.sharding.reshard(grad, operand.sharding)
-    return grad
+    return sum_to_axes(grad, operand.axes).astype(operand.dtype)
 
 
 # Quantizing.
@@ -299,55 +255,26 @@ def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
-    quantizer, _ = plan.recipe.of_role(role)
-    return _cast(quantizer, plan.canonical(role, x, extra), plan.dims[role][0], scales.get(role))
+    return _cast(plan, role, 0, plan.canonical(role, x, extra), scales)
 
 
-def _cast(quantizer: Any, x: jax.Array, dims: Dims, scale: jax.Array | None) -> Any:
-    """Quantizes a canonical tensor; JAX cannot differentiate this a second time."""
-    return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scale)
-
-
-def _operand(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
-    """Quantizes an input or kernel.
-
-    Returns the operand of the forward product, the residual for the product in the backward pass (None if
-    that operand is wide), and the amax by role.
-    """
-    first, second, amax = _quantized_for_both(plan, role, plan.canonical(role, x, extra), extra, scales)
-    is_shared = first is second
-    kept = _named(role, second) if isinstance(second, QTensor) else None
-    if is_shared and kept is not None:
-        # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
-        # the saved codes.
-        first = _restored(plan, role, kept, scales)
-    elif role == "kernel" and isinstance(first, QTensor):
-        name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
-        first = jax.tree.map(name, first.as_bits()).from_bits()
-    return first, kept, named_scaling(amax)
-
-
-def _quantized_for_both(
+def quantized_twice(
     plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Returns a canonical tensor quantized for its first and for its second product, and its amax by role.
+    """Returns a tensor quantized for its first and for its second product, and its amax by role.
 
     There is no amax without delayed scaling. In an output gradient an Inf becomes a NaN. In other tensors
     an Inf saturates.
     """
-    (one, other), (dims, other_dims), scale = plan.recipe.of_role(role), plan.dims[role], scales.get(role)
+    x = plan.canonical(role, x, extra)
+    one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        cast = partial(
-            quantize_blocks, one, first=dims, second=other_dims, inf_is_nan=role == "output_grad"
-        )
-        first, second = no_derivative(cast)(x)
-        # A GPU makes the codes of square blocks in the order of each product.
-        return first, first if one.serves_both and not compute_capability() else second, {}
+        return *_in_blocks(plan, role, one, x), {}
     x = inf_to_nan(x) if role == "output_grad" else x
-    first = second = _cast(one, x, dims, scale)
+    first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
-        second = _cast(other, x, other_dims, scale)
-    amax = {} if scale is None else {role: plan.amax(role, x, extra)}
+        second = _cast(plan, role, 1, x, scales)
+    amax = {role: plan.amax(role, x, extra)} if role in scales else {}
     if role == "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
@@ -359,6 +286,43 @@ def _quantized_for_both(
     codes, amax = lax.optimization_barrier((codes, amax))
     made = [dataclasses.replace(x, codes=codes.pop(0)) if isinstance(x, QTensor) else x for x in operands]
     return made[0], made[-1], amax
+
+
+def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
+    """Quantizes a canonical tensor for its first (0) or second (1) product.
+
+    JAX cannot differentiate this a second time.
+    """
+    quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
+    return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
+
+
+def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
+    """Quantizes a canonical tensor in blocks for both products."""
+    first, second = plan.dims[role]
+    inf_is_nan = role == "output_grad"
+    cast = partial(quantize_blocks, quantizer, first=first, second=second, inf_is_nan=inf_is_nan)
+    one, other = no_derivative(cast)(x)
+    # A GPU makes the codes of square blocks in the order of each product.
+    return one, one if quantizer.serves_both and not compute_capability() else other
+
+
+def _operand(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
+    """Quantizes an input or kernel.
+
+    Returns the operand of the forward product, the residual for the product in the backward pass (None if
+    that operand is wide), and the amax by role.
+    """
+    first, second, amax = quantized_twice(plan, role, x, extra, scales)
+    kept = _named(role, second) if isinstance(second, QTensor) else None
+    if first is second and kept is not None:
+        # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
+        # the saved codes.
+        first = _restored(plan, role, kept, scales)
+    elif role == "kernel" and isinstance(first, QTensor):
+        name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
+        first = jax.tree.map(name, first.as_bits()).from_bits()
+    return first, kept, named_scaling(amax)
 
 
 def _named(role: str, operand: QTensor) -> QTensor:
@@ -378,17 +342,25 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
     return kept.from_bits()
 
 
-# Meshes with explicit axes.
+# Meshes with explicit axes: they are automatic inside of a contraction, because JAX cannot derive the
+# sharding of a reshape, or of a product that sums over devices.
 
 
-def _kept_sharding(plan: Contraction, role: str) -> Any:
-    """Returns the sharding of the result of ``_named``; for a ``QTensor`` that of its codes and scale."""
-    sharding, (_, quantizer) = plan.canonical_sharding(role), plan.recipe.of_role(role)
-    if sharding is None or quantizer is None:
-        return None
-    replicated: Any = None if quantizer.needs_state else NamedSharding(sharding.mesh, PartitionSpec())
-    block = quantizer.block_of(plan.dims[role][1]) if isinstance(quantizer, BlockQuantizer) else ()
-    return QTensor(sharding, replicated, quantizer, block)
+def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
+    """Returns ``f`` for this plan; it runs without explicit mesh axes.
+
+    Args:
+        plan: the contraction.
+        f: a function of the plan and of trees of arrays.
+        out_sharding: the sharding of the result on explicit axes; None for a replicated result.
+    """
+    if plan.lhs.sharding is None:
+        return partial(f, plan)
+    mesh = plan.lhs.sharding.mesh
+    out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
+    lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
+    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
+    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
 
 
 def explicit_sharding(x: Any) -> Any:
@@ -400,26 +372,3 @@ def explicit_sharding(x: Any) -> Any:
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """Returns the names of the explicit axes of a mesh."""
     return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
-
-
-def on_automatic_axes(plan: Contraction, f: Any, out_shardings: Any) -> Any:
-    """Returns ``f`` for this plan; if the plan ``is_automatic``, it runs without explicit mesh axes.
-
-    The forward pass and the backward pass each call it, because residuals must have explicit axes again: a
-    ``lax.scan`` that is differentiated outside of ``jax.jit`` takes no residuals on automatic axes.
-
-    Args:
-        plan: the contraction.
-        f: a function of the plan and of trees of arrays.
-        out_shardings: the shardings of the results, for a plan that ``is_automatic``. None stands for
-            replicated results.
-    """
-    if not plan.is_automatic:
-        return partial(f, plan)
-    mesh = plan.lhs.sharding.mesh
-    lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
-    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    is_none = lambda s: s is None  # noqa: E731
-    out_shardings = jax.tree.map(lambda s: replicated if s is None else s, out_shardings, is_leaf=is_none)
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_shardings)

@@ -16,24 +16,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.mode import is_calibrating, mode
-from fp8flax._core.names import KEPT_WIDE
+from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
 from fp8flax._core.observe import on_cotangent, report, report_amax, report_amax_of_cotangent
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Extra,
+    Operand,
     Scales,
     States,
     contract,
     explicit_axes,
     explicit_sharding,
     on_automatic_axes,
-    quantized_product,
+    quantized_once,
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState, scale_of, step_scale
 
 
@@ -45,6 +47,16 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax
             f"{preferred_element_type!r}."
         )
     return as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+
+
+def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, Any]]:
+    """Traces a function of ``lax``, which raises its own errors.
+
+    Returns the shape and dtype of the result, and the parameters of the primitive: all arguments in
+    canonical form.
+    """
+    program = jax.make_jaxpr(f)(*operands)
+    return program.out_avals[0], program.eqns[-1].params
 
 
 def run(
@@ -71,35 +83,30 @@ def run(
             of ``rhs`` are then not read.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
     """
+    on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
+    wide = on_axes(type(plan).wide)
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
-            return _wide(plan, lhs, rhs, extra)
+            return wide(lhs, rhs, extra)
     if stored_kernel is not None:
         plan.warn(plan.recipe.forward)
-        plan = dataclasses.replace(plan, is_stored=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
-        return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
+        frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)
+        return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
     state_of = {role: getattr(states, role) for role in plan.configs}
     is_qdq = isinstance(plan, FakeQuantized)
     if is_frozen:
         plan.warn(plan.recipe.forward)
         scales = {role: scale_of(plan.configs[role], state) for role, state in state_of.items()}
-        fixed = _Fixed(scales, None)
-        return (_frozen_qdq if is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
+        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, _Fixed(scales, None))
     scales = {role: step_scale(plan.configs[role], state) for role, state in state_of.items()}
     if is_calibrating():
-        return _calibrated(plan, (lhs, rhs), extra, state_of, scales)
+        return _calibrated(plan, wide, (lhs, rhs), extra, state_of, scales)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    compute: Callable[..., jax.Array] = _run_qdq if is_qdq else contract
+    compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is not None:
-        return _measured(compute, plan, (lhs, rhs), extra, scales)
-    return compute(plan, (lhs, rhs), extra, scales)
-
-
-def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-    """Returns ``plan.wide`` of the operands, with the sharding that the caller gave."""
-    product = on_automatic_axes(plan, lambda plan, *operands: plan.wide(*operands), plan.out_sharding)
-    return product(lhs, rhs, extra)
+        return _measured(plan, compute, (lhs, rhs), extra, scales)
+    return compute((lhs, rhs), extra, scales)
 
 
 # Quantize-dequantize.
@@ -115,23 +122,22 @@ class FakeQuantized(Contraction):
 
     multiply: Callable[[jax.Array, jax.Array], jax.Array]
     """The product of wide operands."""
-    on_warn: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, multiply: Any, lhs: jax.Array, rhs: jax.Array, recipe: CustomRecipe) -> FakeQuantized:
+        """Returns the plan; ``multiply(lhs, rhs)`` computes the product of wide operands."""
+        out = jax.eval_shape(multiply, lhs, rhs)  # lax raises its own errors
+        # JAX differentiates the product, and handles the explicit axes of a mesh.
+        x, w = (Operand.of(operand)._replace(sharding=None) for operand in (lhs, rhs))
+        return cls(recipe=recipe, lhs=x, rhs=w, out_dtype=out.dtype, multiply=multiply)
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
-        return dict.fromkeys(("input", "kernel", "output_grad"), (Dims(0, ()), Dims(0, ())))
-
-    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        del role, extra
-        return x
+        return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         del extra
         return self.multiply(lhs, rhs)
-
-    def warn(self, *recipes: Any) -> None:
-        del recipes
-        self.on_warn()
 
 
 def _run_qdq(
@@ -168,11 +174,11 @@ class _Fixed(NamedTuple):
     """The stored kernel; None if each call quantizes a wide kernel."""
 
 
-def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
+def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
     Args:
-        plan: the plan of the op; its recipe must quantize the kernel in the forward product.
+        plan: the ``DotContraction``; its recipe must quantize the kernel in the forward product.
         kernel: the kernel, a wide float.
         scale: the scale for delayed scaling; ignored otherwise.
     """
@@ -180,56 +186,43 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
 
     def pack(kernel: jax.Array, scale: Any) -> QTensor:
         x = plan.canonical("kernel", kernel, ())
-        return plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
+        stored: QTensor = plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
+        return stored
 
     sharding = explicit_sharding(kernel)
     if sharding is None:
         return pack(kernel, scale)
     # JAX cannot derive the sharding of a reshape.
-    mesh = sharding.mesh
-    out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), quantizer)
-    return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel, scale)
+    out_sharding = QTensor(sharding, NamedSharding(sharding.mesh, PartitionSpec()), quantizer)
+    axes = explicit_axes(sharding.mesh)
+    return jax.sharding.auto_axes(pack, axes=axes, out_sharding=out_sharding)(kernel, scale)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+def _frozen(plan: Any, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-
-    def product(plan: Contraction, lhs: Any, rhs: Any, extra: Extra, fixed: _Fixed) -> jax.Array:
-        stored = None if fixed.kernel is None else plan.restored(fixed.kernel)
-        return quantized_product(plan, lhs, rhs, extra, fixed.scales, stored)
-
-    return on_automatic_axes(plan, product, plan.out_sharding)(lhs, rhs, extra, fixed)
-
-
-def _values(plan: Contraction, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
-    """Returns the values of a quantized operand, wide and in its own shape."""
-    if role == "kernel" and fixed.kernel is not None:
-        return plan.original(role, plan.restored(fixed.kernel).dequantize(plan.rhs.dtype))
-    (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
-    x = plan.canonical(role, x, extra)
-    return plan.original(role, quantized_and_back(quantizer, x, dims, fixed.scales.get(role)))
+    x = quantized_once(plan, "input", lhs, extra, fixed.scales)
+    if fixed.kernel is None:
+        w = quantized_once(plan, "kernel", rhs, extra, fixed.scales)
+    else:
+        w = plan.restored(fixed.kernel)
+    with jax.named_scope(FORWARD):
+        out: jax.Array = plan.original("output", plan.product(FORWARD)(x, w, *extra))
+    return out
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
-
-    def along_lhs(plan: Contraction, dx: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
-        return plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra)
-
-    def along_rhs(plan: Contraction, dw: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed) -> Any:
-        return plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra)
-
+    (lhs, rhs, extra, fixed), (dx, dw, *_) = primals, tangents
+    terms = []
     with jax.named_scope(KEPT_WIDE):
-        terms = [
-            on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
-            for along, tangent, other in ((along_lhs, lhs_dot, rhs), (along_rhs, rhs_dot, lhs))
-            if not isinstance(tangent, SymbolicZero)
-        ]
+        if not isinstance(dx, SymbolicZero):
+            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra))
+        if not isinstance(dw, SymbolicZero):
+            terms.append(plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra))
     out = _frozen(plan, lhs, rhs, extra, fixed)
     return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
 
@@ -237,14 +230,23 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
 
 
+def _values(plan: Any, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    """Returns the values of a quantized operand, wide and in its own shape."""
+    if role == "kernel" and fixed.kernel is not None:
+        values = plan.restored(fixed.kernel).dequantize(plan.rhs.dtype)
+    else:
+        (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
+        x = plan.canonical(role, x, extra)
+        values = quantized_and_back(quantizer, x, dims, fixed.scales.get(role))
+    original: jax.Array = plan.original(role, values)
+    return original
+
+
 def _frozen_qdq(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
 ) -> jax.Array:
     """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
-    x, w = (
-        quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], fixed.scales.get(role))
-        for role, x in (("input", lhs), ("kernel", rhs))
-    )
+    x, w = (_values(plan, role, x, extra, fixed) for role, x in (("input", lhs), ("kernel", rhs)))
     return plan.wide(x, w, extra)
 
 
@@ -253,6 +255,7 @@ def _frozen_qdq(
 
 def _calibrated(
     plan: Contraction,
+    wide: Callable[..., jax.Array],
     operands: tuple[jax.Array, jax.Array],
     extra: Extra,
     states: Mapping[str, ScalingState],
@@ -265,7 +268,7 @@ def _calibrated(
         else x
         for role, x in zip(("input", "kernel"), operands)
     )
-    out, role = _wide(plan, x, w, extra), "output_grad"
+    out, role = wide(x, w, extra), "output_grad"
     if role not in states:
         return out
     amax_of = partial(_amax, plan, role)
@@ -278,8 +281,8 @@ def _amax(plan: Contraction, role: str, x: jax.Array, *extra: jax.Array) -> jax.
 
 
 def _measured(
-    compute: Callable[..., jax.Array],
     plan: Contraction,
+    compute: Callable[..., jax.Array],
     operands: tuple[jax.Array, jax.Array],
     extra: Extra,
     scales: Scales,
@@ -289,7 +292,7 @@ def _measured(
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
         x, w = (report_errors(role, x, (extra, scales)) for role, x in zip(("input", "kernel"), operands))
-        out = compute(plan, (x, w), extra, scales)
+        out = compute((x, w), extra, scales)
         return on_cotangent(
             lambda g, args: (report_errors("output_grad", g, args), (None, None)), out, (extra, scales)
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
-from fp8flax._core.ops.dot_general import hashable_precision, with_precision
-from fp8flax._core.ops.modes import check_operands, run
+from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
@@ -55,9 +54,6 @@ class RaggedContraction(Contraction):
         del role
         return x
 
-    def canonical_sharding(self, role: str) -> Any:
-        return None
-
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         """Returns the ``delayed_amax`` of the rows that belong to experts; -inf if there are none."""
         if role == "kernel":
@@ -69,14 +65,14 @@ class RaggedContraction(Contraction):
         (group_sizes,), rows = extra, self.lhs.shape[0]
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, rows)[-1]
 
-    def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
+    def product(self, name: str) -> Callable[..., jax.Array]:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
         out_dtype = gemm.out_dtype
         if name == WGRAD:  # the sum over the tiles of an expert
             gemm = gemm._replace(out_dtype=sum_dtype_of(out_dtype))
         ragged = Ragged(gemm, out_dtype, is_sum=name == WGRAD, is_transposed=name == FORWARD)
-        return multiply_ragged(ragged, a, b, *extra)
+        return partial(multiply_ragged, ragged)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -137,14 +133,17 @@ def fp8_ragged_dot(
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
     _check_shapes(lhs, rhs, group_sizes)
-    out = jax.eval_shape(
-        partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
+    out, params = traced(
+        lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
+        lhs,
+        rhs,
+        group_sizes,
     )
     plan = RaggedContraction(
-        recipe=with_precision(recipe.gemms, precision),
+        recipe=recipe.gemms,
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
-        precision=hashable_precision(precision),
+        precision=None if precision is None else params["precision"],
     )
     return run(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)

@@ -1,7 +1,5 @@
 """An einsum by one ``dot_general``, beside NumPy."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,24 +43,15 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
 @pytest.mark.parametrize(
     ("eqn", "message"),
     [
-        ("abc,cd,de->abe", "does not fit"),
-        ("ab,bd->ad", "names 2 indices"),
-        ("abb,bd->ad", "repeats an index"),
-        ("abc,xd->abd", "2 indices|does not fit"),
-        ("abc,bd->acd", "index 'b'"),
+        ("abc,cd,de->abe", "number of operands"),
+        ("ab,bd->ad", "number of indices"),
+        ("abb,bd->ad", "repeats an index|label 'b'"),
+        ("abc,bd->acd", "label 'b'"),
     ],
 )
 def test_errors(eqn, message):
-    rhs = jnp.ones(3) if eqn.startswith("abc,x") else jnp.ones((4, 5))
     with pytest.raises(ValueError, match=message):
-        einsum_with(lax.dot_general, eqn, jnp.asarray(X), rhs)
-
-
-@pytest.mark.parametrize("operands", [([[1.0]], np.ones((1, 1))), (np.ones((1, 1)), [[1.0]])])
-def test_lists_are_refused_as_by_jax(operands):
-    for einsum in (jnp.einsum, partial(einsum_with, lax.dot_general)):
-        with pytest.raises(TypeError, match="einsum .* got .*list"):
-            einsum("ab,bc->ac", *operands)
+        einsum_with(lax.dot_general, eqn, jnp.asarray(X), jnp.ones((4, 5)))
 
 
 def test_the_sharding_before_a_transpose():

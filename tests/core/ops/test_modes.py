@@ -8,7 +8,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from tests.cases import MATMUL
+from fp8flax._core.ops.dot_general import fp8_dot_general
+from tests import reference
+from tests.cases import MATMUL, normal, states_of
 
 
 @pytest.mark.parametrize("mode_of", ["without quantizers", "calibrating"])
@@ -30,3 +32,22 @@ def test_wide_products_have_the_sharding_that_the_caller_gives(mode_of):
         if mode_of == "calibrating":
             state = fp8.calibrate(multiply, state, [split[0]])
         np.testing.assert_allclose(jax.jit(multiply)(state, split[0]), np.full((4, 2), 8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+def test_the_derivative_of_a_frozen_product(form):
+    """dx · q(w) + q(x) · dw, with a scale of 1; an operand that is constant has no tangent."""
+    recipe = fp8.DelayedScaling(amax_history_len=2)
+    options = {"recipe": recipe, "states": states_of(recipe), "form": form, "is_frozen": True}
+    x, w, dx, dw = normal(0, 5, 8), normal(1, 8, 3), normal(2, 5, 8), normal(3, 8, 3)
+    q_x, q_w = (reference.qdq(t, "float8_e4m3fn", 1) for t in (x, w))
+
+    @jax.jit
+    def derivatives(x, w, dx, dw):
+        dot = lambda x, w: fp8_dot_general(x, w, MATMUL, **options)  # noqa: E731
+        return jax.jvp(dot, (x, w), (dx, dw)), jax.grad(lambda x: jnp.sum(dot(x, w)))(x)
+
+    (out, tangent), grad = derivatives(x, w, dx, dw)
+    np.testing.assert_allclose(out, q_x @ q_w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(tangent, dx @ q_w + q_x @ dw, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grad, np.tile(q_w.sum(1), (5, 1)), rtol=1e-5, atol=1e-5)

@@ -1,12 +1,15 @@
 """The rows of the ops, each beside the function of JAX that it stands for."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops import ops
+from fp8flax._core.ops import row as ops
+from fp8flax._core.ops.calls import calling
 from tests.cases import normal
 
 SIZES = jnp.array([3, 1])
@@ -29,6 +32,13 @@ def test_flops_are_those_that_xla_counts(row):
     out = row.plain(*CALLS[row])
     assert sizes.batch * sizes.m * sizes.n == out.size
     assert sizes.k == rhs.size // sizes.n // (rhs.shape[0] if row is ops.RAGGED_DOT else 1)
+
+
+@by_row
+def test_an_argument_that_no_function_has_is_refused(row):
+    assert pickle.loads(pickle.dumps(row)) is row
+    with pytest.raises(TypeError, match="swallowed"):
+        calling(row.call, lambda *args: None)(*[None] * 4, swallowed=True)
 
 
 OPS = {

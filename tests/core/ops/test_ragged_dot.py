@@ -342,7 +342,7 @@ def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
         ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "integers"),
         ({"x": np.ones((12, 8), np.int32)}, TypeError, "lhs"),
         ({"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type must be"),
-        ({"precision": "highst"}, TypeError, "precision"),
+        ({"precision": "highst"}, ValueError, "Precision"),
     ],
 )
 def test_refused(arguments, error, match):
