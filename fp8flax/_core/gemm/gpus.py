@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
-import re
 from typing import NamedTuple
 
 import jax
@@ -83,11 +81,6 @@ class Gpu:
     """Bytes of shared memory that a block of threads may use."""
     shared_memory_per_core: int = 233_472
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
-
-    @property
-    def has_fp8_units(self) -> bool:
-        """Returns whether the GPU has units that multiply FP8."""
-        return self.compute_capability >= NATIVE_FP8
 
 
 GPUS = {
@@ -170,25 +163,9 @@ GPUS = {
 }
 
 
-OTHER_GPUS = {
-    "mi300x": "The MI300X of AMD multiplies float8_e4m3fnuz and float8_e5m2fnuz in FP8. On it fp8flax "
-    "emulates FP8, and audit, which compiles by the CUDA plugin of XLA, cannot compile for it.",
-}
-"""Messages for GPUs that a program cannot be compiled for."""
-
-
 def is_hopper(capability: float) -> bool:
     """Returns whether a compute capability is that of a Hopper GPU (H100, H200)."""
     return HOPPER <= capability < NATIVE_MX
-
-
-def has_triton() -> bool:
-    """Returns whether Pallas has its Triton backend, which JAX calls deprecated from 0.11 on.
-
-    Without the backend the values are the same. XLA quantizes in more GPU kernels, and Hopper multiplies
-    the experts of a ragged dot tile by tile, unless they have scales per block.
-    """
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def compute_capability() -> float:
@@ -213,12 +190,3 @@ def num_cores() -> int:
     if _absent_gpu.value is not None:
         return int(_absent_gpu.value.cores)
     return int(getattr(jax.devices()[0], "core_count", None) or GPUS["h200"].cores)
-
-
-def has_fp8_units(device: jax.Device) -> bool:
-    """Returns whether a device has FP8 units.
-
-    The answer is False for CPUs and for NVIDIA GPUs below compute capability 8.9, and True for all others.
-    """
-    version = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
-    return device.platform != "cpu" and (version is None or float(version[0]) >= NATIVE_FP8)

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8flax._compat.varying import manual_axes
 from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import merge_amax, sum_to_axes
-from fp8flax._core.gemm.casts import quantize_blocks
+from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
@@ -338,10 +338,8 @@ def _quantized_for_both(
     """
     (one, other), (dims, other_dims), scale = plan.recipe.of_role(role), plan.dims[role], scales.get(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        cast = partial(
-            quantize_blocks, one, first=dims, second=other_dims, inf_is_nan=role == "output_grad"
-        )
-        first, second = no_derivative(cast)(x)
+        cast = Cast(one, dims, other_dims, inf_is_nan=role == "output_grad")
+        first, second = no_derivative(partial(quantize_blocks, cast))(x)
         # A GPU makes the codes of square blocks in the order of each product.
         return first, first if one.serves_both and not compute_capability() else second, {}
     x = inf_to_nan(x) if role == "output_grad" else x

@@ -13,15 +13,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.amax import delayed_amax
-from fp8flax._core.gemm.gemm import sum_dtype_of
-from fp8flax._core.gemm.kernels.groups import ends_of_groups
+from fp8flax._core.gemm.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.dot_general import hashable_precision, with_precision
 from fp8flax._core.ops.modes import check_operands, run
-from fp8flax._core.qtensor import Dims
+from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Integer
 
@@ -72,11 +71,9 @@ class RaggedContraction(Contraction):
     def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        out_dtype = gemm.out_dtype
-        if name == WGRAD:  # the sum over the tiles of an expert
-            gemm = gemm._replace(out_dtype=sum_dtype_of(out_dtype))
-        ragged = Ragged(gemm, out_dtype, is_sum=name == WGRAD, is_transposed=name == FORWARD)
-        return multiply_ragged(ragged, a, b, *extra)
+        if name == FORWARD:  # once, not at each tile: FP8 units sum over the last dimension
+            b = _transposed(b)
+        return multiply_ragged(Ragged(gemm, is_sum=name == WGRAD), a, b, *extra)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -84,6 +81,15 @@ class RaggedContraction(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes, is_ragged=True)
+
+
+def _transposed(kernels: Any) -> Any:
+    """Returns the kernels of all experts transposed, quantized or wide."""
+    out = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
+    if isinstance(kernels, QTensor) and kernels.block:
+        stack, depth, columns = kernels.block
+        out = dataclasses.replace(out, block=(stack, columns, depth))
+    return out
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

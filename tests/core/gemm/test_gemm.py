@@ -133,7 +133,7 @@ def test_sizes_are_counted_with_their_padding(number, fits):
     dtype = np.dtype(np.float32)
     product = Gemm((((2,), (2,)), ((0,), (0,))), dtype, dtype, dtype)
     with compile_target(9.0):
-        assert (gemm._on_one_gpu(product, operand, operand) is gemm._hopper) == fits
+        assert (gemm._way_of_one_gpu(product, operand, operand) is gemm._hopper) == fits
 
 
 def test_symbolic_sizes():

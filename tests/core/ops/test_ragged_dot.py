@@ -406,7 +406,7 @@ def test_three_gemms_in_fp8_tile_by_tile():
         ("wgrad", "cublasLt", "exact"),
     }
     floor = 6 * rows * depth * columns
-    tile = ragged._Tiles(rows, experts).tile
+    tile = ragged.tile_of(rows, experts)
     assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
     # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
     assert theirs.flops == floor * experts
