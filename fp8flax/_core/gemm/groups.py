@@ -54,7 +54,7 @@ def visits_of(rows: int, tile: int, group_sizes: jax.Array) -> Visits:
 
 def is_of_expert(tile: int, low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns masks ``(..., tile, 1)`` of the rows of visits that belong to the expert of the visit."""
-    row = lax.broadcasted_iota(np.int32, (tile, 1), 0)
+    row = lax.broadcasted_iota(np.int32, (*low.shape, tile, 1), low.ndim)
     low, high = (x[..., None, None] for x in (low, high))
     return (row >= low) & (row < high)
 

@@ -32,16 +32,28 @@ from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 class Ragged(NamedTuple):
     """A product of rows in groups, one group for each expert (hashable).
 
-    Either each row ``(rows, depth)`` is multiplied by the kernel of its expert, ``(experts, columns,
-    depth)``, with the result ``(rows, columns)``. Rows that belong to no expert become zero. Or, for each
-    expert, the outer products of its rows of both operands, ``(rows, depth)`` and ``(rows, columns)``, are
-    summed, with the result ``(experts, depth, columns)``.
+    Either each row ``(rows, depth)`` is multiplied by the kernel of its expert, ``(experts, …)``, with the
+    result ``(rows, columns)``. Rows that belong to no expert become zero. Or, for each expert, the outer
+    products of its rows of both operands, ``(rows, depth)`` and ``(rows, columns)``, are summed, with the
+    result ``(experts, depth, columns)``.
     """
 
     gemm: Gemm
     """The product of one tile of rows; its dimension numbers contract the last dimension of the rows and of
     the kernel, or the rows of both operands. Its ``out_dtype`` is the dtype of the result."""
     is_sum: bool = False
+    is_transposed: bool = False
+    """Whether the kernels come as ``(experts, depth, columns)``, not as ``(experts, columns, depth)``."""
+
+    def columns_first(self, kernels: AnyTensor) -> Any:
+        """Returns the kernels as ``(experts, columns, depth)``: FP8 units sum over the last dimension."""
+        if not self.is_transposed:
+            return kernels
+        out: Any = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
+        if isinstance(kernels, QTensor) and kernels.block:
+            stack, depth, columns = kernels.block
+            out = dataclasses.replace(out, block=(stack, columns, depth))
+        return out
 
 
 def multiply_ragged(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
@@ -60,7 +72,7 @@ def multiply_ragged(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax
 
 def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies in the way of the device that the program is for."""
-    in_tiles = partial(_sums_in_tiles if ragged.is_sum else _products_in_tiles, ragged.gemm)
+    in_tiles = partial(_sums_in_tiles if ragged.is_sum else _products_in_tiles, ragged)
     if not (
         compute_capability()
         and isinstance(a, QTensor)
@@ -71,7 +83,7 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
         return in_tiles(a, b, group_sizes)
     one, name = in_tiles, ""
     if _has_kernel(ragged, a, b):
-        one, name = partial(grouped_sums if ragged.is_sum else grouped_products, ragged.gemm), GROUPED_GEMM
+        one, name = partial(grouped_sums if ragged.is_sum else grouped_products, ragged), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""
@@ -80,7 +92,8 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
 
     def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows m, depth k and columns n may be split, but not the experts.
-        operands, result = (("mk", "mn"), "-kn") if ragged.is_sum else (("mk", "-nk"), "mn")
+        kernels = "-kn" if ragged.is_transposed else "-nk"
+        operands, result = (("mk", "mn"), "-kn") if ragged.is_sum else (("mk", kernels), "mn")
         run = on_shards(of_part, (*operands, "-", "M"), result, name)
         out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))
         return out
@@ -117,16 +130,19 @@ def tile_of(rows: int, experts: int) -> int:
     return min(tile, max(_ROW_MULTIPLE, round_up(rows, _ROW_MULTIPLE)))
 
 
-def _products_in_tiles(gemm: Gemm, a: AnyTensor, kernels: AnyTensor, group_sizes: jax.Array) -> jax.Array:
+def _products_in_tiles(
+    ragged: Ragged, a: AnyTensor, kernels: AnyTensor, group_sizes: jax.Array
+) -> jax.Array:
     """Returns each row times the kernel of its expert, in plain JAX."""
+    gemm, kernels = ragged.gemm, ragged.columns_first(kernels)  # once, not at each visit
     rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
     a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
     return _products(tile, gemm, a, kernels, visits_of(a.shape[0], tile, group_sizes))[:rows]
 
 
-def _sums_in_tiles(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
+def _sums_in_tiles(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Returns the sums of the outer products of each expert's rows, in plain JAX."""
-    tile = tile_of(a.shape[0], group_sizes.size)
+    gemm, tile = ragged.gemm, tile_of(a.shape[0], group_sizes.size)
     a, b = _in_whole_tiles(tile, a, gemm.lhs_dtype), _in_whole_tiles(tile, b, gemm.rhs_dtype)
     return _sums(tile, gemm, a, b, visits_of(a.shape[0], tile, group_sizes))
 
@@ -210,13 +226,14 @@ def _with_zeros(keep: jax.Array, operand: Any) -> Any:
 
 
 def grouped_products(
-    gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.Array, *, interpret: Any = None
+    ragged: Ragged, a: QTensor, kernels: QTensor, group_sizes: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
     """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel.
 
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
     experts are zero. (A NaN in a kernel so reaches all rows of the tiles that its expert visits.)
     """
+    kernels = ragged.columns_first(kernels)
     (rows, depth), (experts, columns, _) = a.shape, kernels.shape
     filled_rows, filled_depth, filled_columns = map(round_up, (rows, depth, columns))
     num_blocks, num_columns = np.int32(filled_depth // BLOCK), np.int32(filled_columns // TILE)
@@ -228,10 +245,10 @@ def grouped_products(
     right = padded(kernels.codes, (experts, filled_columns, filled_depth))
     right_scale = _scales(kernels, right.shape, (1, 1, BLOCK))
 
-    tile = lax.broadcasted_iota(np.int32, (filled_rows // TILE, 1), 0)
-    is_used = visits.high > 0
-    first = jnp.sum(is_used & (index < tile), axis=1, dtype=jnp.int32)
-    number = jnp.sum(is_used & (index == tile), axis=1, dtype=jnp.int32)
+    tile = lax.broadcasted_iota(np.int32, (filled_rows // TILE, index.size), 0)
+    is_before, is_of_tile = index[None] < tile, index[None] == tile
+    is_used = visits.high[None] > 0
+    first, number = (jnp.sum(x & is_used, axis=1, dtype=jnp.int32) for x in (is_before, is_of_tile))
 
     def block(t: Any, b: Any, tiles: Any, experts: Any) -> Block:
         visit = tiles[0, t] + lax.div(b, num_blocks)
@@ -247,7 +264,7 @@ def grouped_products(
         num_blocks=lambda t, tiles, experts: tiles[1, t] * num_blocks,
         block=block,
         shape=(filled_rows, filled_columns),
-        out_dtype=gemm.out_dtype,
+        out_dtype=ragged.gemm.out_dtype,
         name=GROUPED_GEMM,
         interpret=interpret,
     )
@@ -255,7 +272,7 @@ def grouped_products(
 
 
 def grouped_sums(
-    gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array, *, interpret: Any = None
+    ragged: Ragged, a: QTensor, b: QTensor, group_sizes: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
     """Sums the outer products of the rows of each expert, ``(experts, depth, columns)``, by one GPU kernel.
 
@@ -275,7 +292,7 @@ def grouped_sums(
         # Without the barrier XLA would gather single bytes of the codes that are not transposed.
         codes = lax.optimization_barrier(padded(x.codes, (filled_rows, size)).T)
         words = lax.bitcast_convert_type(codes.reshape(size, -1, TILE // 4, 4), jnp.uint32)
-        words = jnp.take(words, index, axis=1, mode="clip") & mask
+        words = jnp.take(words, index, axis=1, mode="clip") & mask[None]
         codes = lax.bitcast_convert_type(words, codes.dtype).reshape(size, -1)
         return codes, jnp.take(_scales(x, (filled_rows, size), (TILE, 1)), index, axis=0, mode="clip")
 
@@ -298,7 +315,7 @@ def grouped_sums(
         num_blocks=lambda t, table: table[1, lax.div(t, num_tiles)],
         block=block,
         shape=(group_sizes.size * filled_depth, filled_columns),
-        out_dtype=gemm.out_dtype,
+        out_dtype=ragged.gemm.out_dtype,
         name=GROUPED_GEMM,
         interpret=interpret,
     )

@@ -20,7 +20,7 @@ from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.dot_general import hashable_precision, with_precision
 from fp8flax._core.ops.modes import check_operands, run
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.qtensor import Dims
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Integer
 
@@ -71,9 +71,8 @@ class RaggedContraction(Contraction):
     def product(self, name: str, a: Any, b: Any, extra: Extra) -> jax.Array:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        if name == FORWARD:  # once, not at each tile: FP8 units sum over the last dimension
-            b = _transposed(b)
-        return multiply_ragged(Ragged(gemm, is_sum=name == WGRAD), a, b, *extra)
+        ragged = Ragged(gemm, is_sum=name == WGRAD, is_transposed=name == FORWARD)
+        return multiply_ragged(ragged, a, b, *extra)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -81,15 +80,6 @@ class RaggedContraction(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes, is_ragged=True)
-
-
-def _transposed(kernels: Any) -> Any:
-    """Returns the kernels of all experts transposed, quantized or wide."""
-    out = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
-    if isinstance(kernels, QTensor) and kernels.block:
-        stack, depth, columns = kernels.block
-        out = dataclasses.replace(out, block=(stack, columns, depth))
-    return out
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

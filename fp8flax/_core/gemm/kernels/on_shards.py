@@ -125,18 +125,19 @@ def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) 
         arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
         sizes = {letter: n for dims, x in arrays for letter, n in zip(dims, x.shape)}
         counts = {letter: _count(letter, arrays) for letter in letters}
-        blocks = {x for x in letters if counts[x] < sizes.get(x, 0) and counts[x] % mesh.size == 0}
-        # Each dimension ``-`` needs a factor of its own.
+        blocks = {x for x in letters if counts[x] < sizes[x] and counts[x] % mesh.size == 0}
+        # Each dimension that corresponds to no other needs a factor of its own.
         others = map("u{}".format, itertools.count())
 
-        def factor(x: str) -> str:
-            if x == "-":
+        def factor(one: str, n: int) -> str:
+            letter = one.lower()
+            if one == "-" or n not in (sizes[letter], counts[letter]):
                 return next(others)
-            if x in blocks:
-                return f"({x.upper()} {x})"
-            return x if sizes[x] != sizes.get(x.lower()) else x.lower()
+            if n < sizes[letter]:
+                return letter.upper()
+            return f"({letter.upper()} {letter})" if letter in blocks else letter
 
-        texts = [" ".join(map(factor, dims)) for dims, _ in arrays]
+        texts = [" ".join(map(factor, dims, x.shape)) for dims, x in arrays]
         text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
         summed_factors = {*summed, *(x.upper() for x in summed if x in blocks)}
         in_order = dict.fromkeys(re.findall(r"\w+", text))
