@@ -31,13 +31,13 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     compute_capability,
+    has_units_for_blocks,
     is_hopper,
     takes_algorithms,
 )
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.sizes import are_positive, fits_kernels, has_partial_block, padded, round_up
-from fp8flax._core.gemm.units import has_units_for_blocks
+from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
@@ -330,7 +330,7 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
 def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block.
 
-    Under ``jax.vmap`` the batch becomes a free dimension if the left operand alone has it. Otherwise it
+    Under ``jax.vmap`` the batch becomes a free dimension if only the left operand has it. Otherwise it
     becomes a batch dimension of both operands. So GPU kernels and ``on_shards`` never meet ``jax.vmap``.
     """
 
@@ -344,8 +344,7 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         contract_a = tuple(i + 1 for i in contract_a)
-        # A free dimension cannot be merged with one that ends in a partial block.
-        if not of_b and not has_partial_block(_with_batch(a, 0)):
+        if not of_b and a.quantizer.block[0] == 1:  # each row has its own scales
             rows = gemm._replace(dims=((contract_a, contract_b), (batch, batch)))
             place = gemm.num_batch
             return jnp.moveaxis(_blocks(rows, _with_batch(a, place), b), place, 0), True

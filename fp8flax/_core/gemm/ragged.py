@@ -19,10 +19,10 @@ from jax.custom_batching import sequential_vmap
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm, multiply, sum_dtype_of
-from fp8flax._core.gemm.gpus import compute_capability, is_hopper
-from fp8flax._core.gemm.groups import Visits, ends_of_groups, is_of_expert, visits_of
+from fp8flax._core.gemm.gpus import compute_capability, is_hopper, multiplies_on_hopper
+from fp8flax._core.gemm.groups import ends_of_groups, is_of_expert, visits_of
 from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, multiplies_dtypes, tiled_gemm
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.gemm.sizes import are_positive, padded, round_up
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.no_derivative import no_derivative
@@ -57,14 +57,7 @@ class Ragged(NamedTuple):
 
 
 def multiply_ragged(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
-    """Returns a product of rows in groups; under ``jax.vmap`` in a loop over the batch.
-
-    Args:
-        ragged: what is multiplied.
-        a: the rows, a ``QTensor`` or a wide array.
-        b: the kernels, or further rows.
-        group_sizes: number of rows of each expert, ``(experts,)``, integers.
-    """
+    """Returns a product of rows in groups of these sizes; under ``jax.vmap`` in a loop over the batch."""
     run = no_derivative(sequential_vmap(partial(_multiply, ragged)))
     out: jax.Array = run(a, b, group_sizes)
     return out
@@ -82,7 +75,12 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
     ):
         return in_tiles(a, b, group_sizes)
     one, name = in_tiles, ""
-    if _has_kernel(ragged, a, b):
+    if (
+        is_hopper(compute_capability())
+        and multiplies_on_hopper(a.codes.dtype, b.codes.dtype)
+        and ragged.gemm.out_dtype.itemsize <= 4
+        and all(x.quantizer.scale_columns == BLOCK for x in (a, b) if x.block)
+    ):
         one, name = partial(grouped_sums if ragged.is_sum else grouped_products, ragged), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
@@ -104,16 +102,6 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
     return out
 
 
-def _has_kernel(ragged: Ragged, a: QTensor, b: QTensor) -> bool:
-    """Returns whether our GPU kernel for Hopper can multiply the operands."""
-    return (
-        is_hopper(compute_capability())
-        and multiplies_dtypes(a.codes.dtype, b.codes.dtype)
-        and ragged.gemm.out_dtype.itemsize <= 4
-        and all(x.quantizer.scale_columns == BLOCK for x in (a, b) if x.block)
-    )
-
-
 # In tiles, on any device.
 
 # A tile is multiplied once by the kernel of each expert that has rows in it. Small tiles waste fewer rows.
@@ -130,21 +118,53 @@ def tile_of(rows: int, experts: int) -> int:
     return min(tile, max(_ROW_MULTIPLE, round_up(rows, _ROW_MULTIPLE)))
 
 
-def _products_in_tiles(
-    ragged: Ragged, a: AnyTensor, kernels: AnyTensor, group_sizes: jax.Array
-) -> jax.Array:
-    """Returns each row times the kernel of its expert, in plain JAX."""
+# Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
+# ``inline=True`` makes it a part of the surrounding program.
+@partial(jax.jit, static_argnums=0, inline=True)
+def _products_in_tiles(ragged: Ragged, a: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+    """Returns each row times the kernel of its expert, ``(rows, columns)``, in plain JAX."""
     gemm, kernels = ragged.gemm, ragged.columns_first(kernels)  # once, not at each visit
     rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
     a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
-    return _products(tile, gemm, a, kernels, visits_of(a.shape[0], tile, group_sizes))[:rows]
+
+    def step(out: jax.Array, visit: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        row, expert, low, high = visit
+        kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, keepdims=False), kernels)
+        if isinstance(kernel, QTensor) and kernel.scale.size == 1:
+            kernel = dataclasses.replace(kernel, scale=kernel.scale.reshape(()))
+        product = multiply(gemm, _tile_at(row, tile, a), kernel)
+        before = lax.dynamic_slice_in_dim(out, row, tile)
+        of_tile = jnp.where(is_of_expert(tile, low, high), product, before)
+        return lax.dynamic_update_slice_in_dim(out, of_tile, row, 0), None
+
+    visits = visits_of(a.shape[0], tile, group_sizes)
+    zeros = jnp.zeros((a.shape[0], kernels.shape[1]), gemm.out_dtype)
+    out, *_ = vary_alike(zeros, *jax.tree.leaves((a, kernels, visits)))
+    return lax.scan(step, out, visits[:4])[0][:rows]
 
 
-def _sums_in_tiles(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
-    """Returns the sums of the outer products of each expert's rows, in plain JAX."""
+@partial(jax.jit, static_argnums=0, inline=True)
+def _sums_in_tiles(ragged: Ragged, a: Any, b: Any, group_sizes: jax.Array) -> jax.Array:
+    """Returns the sums over each expert's rows, ``(experts, depth, columns)``, in plain JAX."""
     gemm, tile = ragged.gemm, tile_of(a.shape[0], group_sizes.size)
+    wide = gemm._replace(out_dtype=sum_dtype_of(gemm.out_dtype))
     a, b = _in_whole_tiles(tile, a, gemm.lhs_dtype), _in_whole_tiles(tile, b, gemm.rhs_dtype)
-    return _sums(tile, gemm, a, b, visits_of(a.shape[0], tile, group_sizes))
+
+    def step(carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        (total, out), (row, expert, low, high, is_first) = carry, visit
+        # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
+        keep = is_of_expert(tile, low, high)
+        product = multiply(wide, *(_with_zeros(keep, _tile_at(row, tile, x)) for x in (a, b)))
+        total = jnp.where(is_first, jnp.zeros_like(total), total) + product
+        # All visits of an expert follow each other, so its last visit writes its whole sum.
+        return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)), None
+
+    visits = visits_of(a.shape[0], tile, group_sizes)
+    is_first = lax.iota(np.int32, visits.row.size) == visits.first[visits.expert]
+    shape = a.shape[1], b.shape[1]
+    zeros = jnp.zeros(shape, wide.out_dtype), jnp.zeros((group_sizes.size, *shape), gemm.out_dtype)
+    total, out, *_ = vary_alike(*zeros, *jax.tree.leaves((a, b, visits)))
+    return lax.scan(step, (total, out), (*visits[:4], is_first))[0][1]
 
 
 def _without_blocks(x: AnyTensor, dtype: Any) -> AnyTensor:
@@ -172,47 +192,6 @@ def _tile_at(row: jax.Array, tile: int, x: AnyTensor) -> Any:
         return lax.dynamic_slice_in_dim(x, row, tile) if is_per_row else x
 
     return jax.tree.map(cut, x)
-
-
-# Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
-# ``inline=True`` makes it a part of the surrounding program.
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _products(tile: int, gemm: Gemm, a: Any, kernels: Any, visits: Visits) -> jax.Array:
-    """Returns each row times the kernel of its expert, ``(rows, columns)``; other rows are zeros."""
-
-    def step(out: jax.Array, visit: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        row, expert, low, high = visit
-        kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, keepdims=False), kernels)
-        if isinstance(kernel, QTensor) and kernel.scale.size == 1:
-            kernel = dataclasses.replace(kernel, scale=kernel.scale.reshape(()))
-        product = multiply(gemm, _tile_at(row, tile, a), kernel)
-        before = lax.dynamic_slice_in_dim(out, row, tile)
-        rows = jnp.where(is_of_expert(tile, low, high), product, before)
-        return lax.dynamic_update_slice_in_dim(out, rows, row, 0), None
-
-    zeros = jnp.zeros((a.shape[0], kernels.shape[1]), gemm.out_dtype)
-    return lax.scan(step, vary_alike(zeros, *jax.tree.leaves((a, kernels, visits)))[0], visits[:4])[0]
-
-
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _sums(tile: int, gemm: Gemm, a: Any, b: Any, visits: Visits) -> jax.Array:
-    """Returns for each expert the sum of outer products over its rows, ``(experts, depth, columns)``."""
-    wide = gemm._replace(out_dtype=sum_dtype_of(gemm.out_dtype))
-
-    def step(carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]) -> tuple[Any, None]:
-        (total, out), (row, expert, low, high, is_first) = carry, visit
-        # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
-        keep = is_of_expert(tile, low, high)
-        product = multiply(wide, *(_with_zeros(keep, _tile_at(row, tile, x)) for x in (a, b)))
-        total = jnp.where(is_first, jnp.zeros_like(total), total) + product
-        # All visits of an expert follow each other, so its last visit writes its whole sum.
-        return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)), None
-
-    shape, experts = (a.shape[1], b.shape[1]), visits.number.size
-    zeros = jnp.zeros(shape, wide.out_dtype), jnp.zeros((experts, *shape), gemm.out_dtype)
-    total, out = vary_alike(*zeros, *jax.tree.leaves((a, b, visits)))[:2]
-    is_first = lax.iota(np.int32, visits.row.size) == visits.first[visits.expert]
-    return lax.scan(step, (total, out), (*visits[:4], is_first))[0][1]
 
 
 def _with_zeros(keep: jax.Array, operand: Any) -> Any:
@@ -250,8 +229,8 @@ def grouped_products(
     is_used = visits.high[None] > 0
     first, number = (jnp.sum(x & is_used, axis=1, dtype=jnp.int32) for x in (is_before, is_of_tile))
 
-    def block(t: Any, b: Any, tiles: Any, experts: Any) -> Block:
-        visit = tiles[0, t] + lax.div(b, num_blocks)
+    def block(t: Any, b: Any, first: Any, number: Any, experts: Any) -> Block:
+        visit = first[t] + lax.div(b, num_blocks)
         return Block(t, experts[visit] * num_columns, lax.rem(b, num_blocks), visit)
 
     out = tiled_gemm(
@@ -259,9 +238,10 @@ def grouped_products(
         right.reshape(-1, filled_depth),
         left_scale.reshape(-1, num_blocks).T,
         right_scale.reshape(-1, num_blocks).T,
-        jnp.stack([first, number]),
+        first,
+        number,
         visits.expert,
-        num_blocks=lambda t, tiles, experts: tiles[1, t] * num_blocks,
+        num_blocks=lambda t, first, number, experts: number[t] * num_blocks,
         block=block,
         shape=(filled_rows, filled_columns),
         out_dtype=ragged.gemm.out_dtype,
@@ -283,9 +263,8 @@ def grouped_sums(
     visits = visits_of(filled_rows, TILE, group_sizes)
     keep, index = is_of_expert(TILE, visits.low, visits.high), visits.row // np.int32(TILE)
     # Codes are copied as 32-bit words: XLA's kernel moves four elements at once, whether bytes or words.
-    mask = lax.bitcast_convert_type(
-        jnp.where(keep, np.uint8(255), np.uint8(0)).reshape(-1, TILE // 4, 4), jnp.uint32
-    )
+    mask = jnp.where(keep, np.uint8(255), np.uint8(0)).reshape(-1, TILE // 4, 4)
+    mask = lax.bitcast_convert_type(mask, jnp.uint32)
 
     def side_by_side(x: QTensor, size: int) -> tuple[jax.Array, jax.Array]:
         """Returns codes with the rows of all visits as columns, zeros in rows of others, and scales."""
@@ -296,23 +275,22 @@ def grouped_sums(
         codes = lax.bitcast_convert_type(words, codes.dtype).reshape(size, -1)
         return codes, jnp.take(_scales(x, (filled_rows, size), (TILE, 1)), index, axis=0, mode="clip")
 
-    (left, left_scale), (right, right_scale) = (
-        side_by_side(a, filled_depth),
-        side_by_side(b, filled_columns),
-    )
+    left, left_scale = side_by_side(a, filled_depth)
+    right, right_scale = side_by_side(b, filled_columns)
     num_tiles = np.int32(filled_depth // TILE)
 
-    def block(t: Any, b: Any, table: Any) -> Block:
+    def block(t: Any, b: Any, first: Any, number: Any) -> Block:
         row = lax.rem(t, num_tiles)
-        return Block(row, 0, table[0, lax.div(t, num_tiles)] + b, row)
+        return Block(row, 0, first[lax.div(t, num_tiles)] + b, row)
 
     out = tiled_gemm(
         left,
         right,
         left_scale,
         right_scale,
-        jnp.stack([visits.first, visits.number]),
-        num_blocks=lambda t, table: table[1, lax.div(t, num_tiles)],
+        visits.first,
+        visits.number,
+        num_blocks=lambda t, first, number: number[lax.div(t, num_tiles)],
         block=block,
         shape=(group_sizes.size * filled_depth, filled_columns),
         out_dtype=ragged.gemm.out_dtype,

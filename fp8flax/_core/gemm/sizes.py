@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.qtensor import BLOCK, QTensor
+from fp8flax._core.qtensor import BLOCK
 
 _MAX_ELEMENTS = 2**31
 
@@ -33,8 +33,3 @@ def are_positive(sizes: Iterable[int]) -> bool:
 def fits_kernels(*shapes: tuple[int, ...]) -> bool:
     """Returns whether our GPU kernels can take arrays of these shapes: they count elements in 32 bits."""
     return all(math.prod(shape) < _MAX_ELEMENTS for shape in shapes)
-
-
-def has_partial_block(x: QTensor) -> bool:
-    """Returns whether the last block of a dimension has fewer elements than the others."""
-    return any(size % width for size, width in zip(x.shape, x.block))

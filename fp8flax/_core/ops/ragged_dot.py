@@ -13,9 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.amax import delayed_amax
+from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.gemm.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
-from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.dot_general import hashable_precision, with_precision

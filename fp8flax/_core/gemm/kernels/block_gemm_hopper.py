@@ -32,7 +32,7 @@ def hopper_block_gemm(
 
     Args:
         lhs: FP8 codes, ``(batch, M, K)``; K is a multiple of 128.
-        rhs: FP8 codes, ``(batch, N, K)``. ``multiplies_dtypes`` must be True for both dtypes.
+        rhs: FP8 codes, ``(batch, N, K)``. ``multiplies_on_hopper`` must be True for both dtypes.
         lhs_scale: float32, ``(batch, M, K / 128)``.
         rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` if 128 rows
             share a scale.

@@ -18,9 +18,6 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.gpus import num_cores
 from fp8flax._core.qtensor import BLOCK, TILE
 
-_IS_0_11 = jax.__version_info__ >= (0, 11)
-"""Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
-
 _HALF = TILE // 2
 """The number of rows of a tile of the result that one warpgroup multiplies.
 
@@ -32,12 +29,6 @@ tiles of a strip share what they read. The width changes the time only. It is a 
 
 # Bytes of shared memory for operands and results: a thread block has 227 KiB; barriers take some of it.
 _SHARED_MEMORY = 226 * 1024
-
-
-def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
-    """Returns whether the GPU kernel can multiply operands of these dtypes."""
-    known = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
-    return {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
 
 
 class Block(NamedTuple):
@@ -118,7 +109,7 @@ def tiled_gemm(
         if is_interpreted:
             return ref[index]
         # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
-        args = (ref.at[index],) if _IS_0_11 else (ref, index)
+        args = (ref.at[index],) if jax.__version_info__ >= (0, 11) else (ref, index)
         return plgpu.load(*args, layout=layout.reduce(axis))
 
     def repeated(scale: Any, axis: int) -> Any:
@@ -128,29 +119,24 @@ def tiled_gemm(
     def pipeline(body: Any, context: Any, t: Any, j: Any, tables: Any) -> Any:
         """Returns a pipeline over the blocks of a tile; calls ``body`` for each."""
 
-        def at(which: str) -> Callable[[Any], tuple[Any, Any]]:
-            """Returns the function from the index of a block to the indices of what an operand reads."""
+        def spec(shape: tuple[int, int], at: Callable[[Block], Any], **options: Any) -> Any:
+            return plgpu.BlockSpec(shape, lambda b: at(block(t, b, *tables)), **options)
 
-            def index(b: Any) -> tuple[Any, Any]:
-                lhs, rhs, depth, scale = block(t, b, *tables)
-                places = {"lhs": (lhs, depth), "rhs": (rhs + j, depth), "lhs_scale": (depth, scale)}
-                places |= {"rhs_scale": (depth, rhs + j), "rhs transposed": (depth, rhs + j)}
-                return places[which]
-
-            return index
-
+        specs = [
+            spec((TILE, BLOCK), lambda place: (place.lhs, place.depth), transforms=in_units(1)),
+            spec((TILE, BLOCK), lambda place: (place.rhs + j, place.depth), transforms=in_units(1)),
+            spec((1, TILE), lambda place: (place.depth, place.scale)),
+            spec((1, TILE), lambda place: (place.depth, place.rhs + j)),
+        ]
+        if is_interpreted:  # the right operand comes transposed
+            specs[1] = spec(
+                (BLOCK, TILE), lambda place: (place.depth, place.rhs + j), transforms=in_units(1)
+            )
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(num_blocks(t, *tables) if callable(num_blocks) else num_blocks,),
             memory_registers=40,
-            in_specs=[
-                plgpu.BlockSpec((TILE, BLOCK), at("lhs"), transforms=in_units(1)),
-                plgpu.BlockSpec(
-                    (TILE, BLOCK), at("rhs transposed" if is_interpreted else "rhs"), transforms=in_units(1)
-                ),
-                plgpu.BlockSpec((1, TILE), at("lhs_scale")),
-                plgpu.BlockSpec((1, TILE), at("rhs_scale")),
-            ][: 2 + num_scales],
+            in_specs=specs[: 2 + num_scales],
             wg_axis="warpgroup",
             num_compute_wgs=2,
             max_concurrent_steps=stages,
