@@ -372,10 +372,13 @@ def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not _is_in_fp8(a, b):
         return reference(a, b)
-    of_part = partial(_on_one_gpu, gemm)
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
-    scope = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}.get(_way_of_one_gpu(gemm, a, b), DEQUANTIZED)
+
+    def of_part(a: QTensor, b: QTensor) -> jax.Array:
+        return _on_one_gpu(gemm, a, b)(gemm, a, b)
+
+    scope = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
     of_parts = on_shards(of_part, *_letters(gemm, a, b), scope)
     on_gpu = partial(unless_partitioned, of_part, of_parts, partial(_in_bfloat16, gemm))
     out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
@@ -393,12 +396,7 @@ def _letters(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[tuple[str, str], str]:
     return ("".join(of_a), "".join(of_b)), "".join(out)
 
 
-def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies operands, or parts of operands, that are on one NVIDIA GPU."""
-    return _way_of_one_gpu(gemm, a, b)(gemm, a, b)
-
-
-def _way_of_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
+def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
     """Returns the function by which one NVIDIA GPU multiplies operands with scales per block."""
     capability, sizes = compute_capability(), gemm.sizes(a, b)
     batch = a.shape[: gemm.num_batch]

@@ -20,7 +20,7 @@ from fp8flax._core.gemm.gpus import (
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
-from tests.cases import MATMUL, dense_step
+from tests.cases import MATMUL
 
 
 def device(platform, capability):
@@ -59,10 +59,8 @@ def test_properties_follow_from_the_capability(key):
         assert 1.5 < gpu.fp8 / gpu.bf16 < 2
 
 
-OPS = {
-    "dot": (partial(fp8_dot_general, dimension_numbers=MATMUL), jnp.zeros((2, 32)), jnp.zeros((32, 2))),
-    "ragged dot": (fp8_ragged_dot, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])),
-}
+DOT = partial(fp8_dot_general, dimension_numbers=MATMUL), jnp.zeros((2, 32)), jnp.zeros((32, 2))
+RAGGED = fp8_ragged_dot, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
 BLOCKS, MX = fp8.Float8BlockScaling(), fp8.MXFP8BlockScaling()
 BLOCKS_F32 = fp8.Float8BlockScaling(use_f32_scales=True)
 E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
@@ -71,23 +69,23 @@ E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 @pytest.mark.parametrize(
     ("op", "recipe", "capability", "is_told"),
     [
-        ("dot", fp8.Float8CurrentScaling(), 9.0, False),
-        ("dot", MX, 9.0, True),
+        (DOT, fp8.Float8CurrentScaling(), 9.0, False),
+        (DOT, MX, 9.0, True),
         # Blackwell's units take scales that are powers of two, but not e5m2 by e5m2.
-        ("dot", MX, 10.0, False),
-        ("dot", BLOCKS, 10.0, False),
-        ("dot", BLOCKS_F32, 10.0, True),
-        ("dot", E5M2_TWICE, 10.0, True),
-        ("ragged dot", BLOCKS, 9.0, False),
+        (DOT, MX, 10.0, False),
+        (DOT, BLOCKS, 10.0, False),
+        (DOT, BLOCKS_F32, 10.0, True),
+        (DOT, E5M2_TWICE, 10.0, True),
+        (RAGGED, BLOCKS, 9.0, False),
         # Its block-scaled GEMM is none of a ragged dot.
-        ("ragged dot", BLOCKS, 10.0, True),
+        (RAGGED, BLOCKS, 10.0, True),
     ],
 )
 def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(
     op, recipe, capability, is_told, monkeypatch
 ):
     monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
-    f, *args = OPS[op]
+    f, *args = op
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.eval_shape(partial(f, recipe=recipe, states=States()), *args)
@@ -102,18 +100,3 @@ def test_emulation_warns_once():
             fp8_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, recipe=fp8.Float8CurrentScaling())
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
     assert "emulated on cpu" in str(caught[0].message)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("gpu")
-def test_emulation_does_not_warn_again_after_an_audit():
-    """Python shows a warning again after a change of its filters."""
-    assert jax.config.jax_compilation_cache_dir  # with a cache, audit sets a filter
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for size in (3, 4):
-            x, w = jnp.ones((2, size)), jnp.ones((size, 4))
-            fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
-            if size == 3:
-                fp8.audit(*dense_step(256, 128, 128, fp8.Fp8DotGeneralOp))  # has a kernel in Triton
-    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]

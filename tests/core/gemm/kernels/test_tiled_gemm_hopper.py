@@ -103,24 +103,19 @@ def test_stacks_of_matrices(shape, out_dtype):
 @pytest.mark.long
 @pytest.mark.usefixtures("_one_core")
 def test_scales_almost_out_of_range():
-    """One scale is almost out of the range of float32, and rows have very different magnitudes."""
+    """One scale is almost out of the range of float32; a block of zeros has the scale 1."""
     rng = np.random.default_rng(0)
-    codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, E4M3) for n in (2, 3)]
-    cases = []
-    for magnitudes in ((1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)):
-        scales = [
-            jnp.asarray(magnitude / 448 * rng.uniform(1, 2, (1, n, 2)), jnp.float32)
-            for n, magnitude in zip((2, 3), magnitudes)
-        ]
-        # A block of zeros has the scale 1; the first block of the other row is all but nothing.
-        blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, :, 1].set([1e-37, 1])
-        for lhs, lhs_scale in ((codes[0], scales[0]), blank):
-            cases.append((lhs, codes[1], lhs_scale, scales[1]))
-    stacks = [jnp.concatenate(one) for one in zip(*cases)]
-    run = interpreted(hopper_block_gemm, out_dtype=jnp.float32)
-    for out, lhs, rhs, *of in zip(run(*stacks), *stacks):
-        wide = [
-            np.repeat(np.asarray(s, np.float64), 128, 1) * np.asarray(c, np.float64)
-            for c, s in zip((lhs, rhs), of)
-        ]
-        assert error_of_product(out, wide[0] @ wide[1].T, *wide) <= 2e-6
+    magnitudes = np.array([(1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)])
+    codes = [jnp.asarray(rng.normal(size=(5, n, 256)) * 90, E4M3) for n in (2, 3)]
+    scales = [
+        jnp.asarray(one[:, None, None] / 448 * rng.uniform(1, 2, (5, n, 2)), jnp.float32)
+        for one, n in zip(magnitudes.T, (2, 3))
+    ]
+    codes[0], scales[0] = codes[0].at[:, 1, 128:].set(0), scales[0].at[:, 1, 1].set(1)
+    out = interpreted(hopper_block_gemm, out_dtype=jnp.float32)(*codes, *scales)
+    wide = [
+        np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
+        for c, s in zip(codes, scales)
+    ]
+    for ours, lhs, rhs in zip(out, *wide):
+        assert error_of_product(ours, lhs @ rhs.T, lhs, rhs) <= 2e-6
