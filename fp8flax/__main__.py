@@ -10,7 +10,7 @@ from collections import Counter
 import jax
 
 import fp8flax
-from fp8flax._core.gemm.gpus import has_fp8_units
+from fp8flax._core.gemm.gpus import NATIVE_FP8, compute_capability_of
 
 _PACKAGES = ("fp8flax", "jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUMERIC_RANK_PROMOTION", "JAX_ENABLE_X64")
@@ -25,7 +25,8 @@ def _version(name: str) -> str:
 
 def _device(device: jax.Device) -> str:
     capability = getattr(device, "compute_capability", "")
-    units = "multiplies FP8" if has_fp8_units(device) else "no FP8 units; the same values are emulated"
+    has_units = compute_capability_of(device) >= NATIVE_FP8
+    units = "multiplies FP8" if has_units else "no FP8 units; the same values are emulated"
     return f"{device.device_kind} ({' '.join(filter(None, (device.platform, capability)))}): {units}"
 
 

@@ -310,3 +310,26 @@ def block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
     scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]
     scaled = apply_scales(products, scales[0][:, :, :, None], scales[1][:, :, None, :])
     return jnp.sum(scaled, axis=0).astype(out_dtype)
+
+
+def tiled_gemm_in_jax(
+    lhs, rhs, lhs_scale, rhs_scale, *tables, num_blocks, block, shape, out_dtype, **options
+):
+    """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
+    rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)
+
+    def scaled(codes, scale, row, size, place, scales):
+        codes = lax.dynamic_slice(codes, (128 * row, 128 * place.depth), (size, 128)).astype(jnp.float32)
+        return codes * lax.dynamic_slice(scale, (place.depth, 128 * scales), (1, size)).T
+
+    def of_tile(t):
+        def add(b, total):
+            place = block(t, b, *tables)
+            left = scaled(lhs, lhs_scale, place.lhs, 128, place, place.scale)
+            right = scaled(rhs, rhs_scale, place.rhs, shape[1], place, place.rhs)
+            return total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
+
+        count = num_blocks(t, *tables) if callable(num_blocks) else num_blocks
+        return lax.fori_loop(0, count, add, jnp.zeros((128, shape[1])))
+
+    return lax.map(of_tile, lax.iota(np.int32, shape[0] // 128)).reshape(shape).astype(out_dtype)

@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from fp8flax._core.gemm.gemm import ALGORITHMS
 from fp8flax._core.gemm.gpus import (
     GPUS,
-    OTHER_GPUS,
+    NATIVE_FP8,
     Gpu,
     compile_target,
-    has_fp8_units,
+    compute_capability_of,
 )
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
@@ -92,9 +92,8 @@ def find_target(target: str | Mesh) -> Target:
     elif target == "local":
         return _local_device()
     else:
-        hint = f"{OTHER_GPUS[target]} " if target in tuple(OTHER_GPUS) else ""
         raise ValueError(
-            f"{hint}target must be one of {', '.join(GPUS)}, local, or a jax.sharding.Mesh of "
+            f"target must be one of {', '.join(GPUS)}, local, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
             f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
@@ -103,7 +102,7 @@ def find_target(target: str | Mesh) -> Target:
         key=key,
         name=f"{count} × {gpu.name}" if count > 1 else gpu.name,
         platform="cuda",
-        has_fp8_units=gpu.has_fp8_units,
+        has_fp8_units=gpu.compute_capability >= NATIVE_FP8,
         gpu=gpu,
         mesh=mesh,
         sharding=sharding,
@@ -120,7 +119,7 @@ def _local_device() -> Target:
         key="local",
         name=str(device.device_kind),
         platform=device.platform,
-        has_fp8_units=has_fp8_units(device),
+        has_fp8_units=compute_capability_of(device) >= NATIVE_FP8,
     )
 
 

@@ -1,4 +1,4 @@
-"""Chooses between two functions when a program is lowered, by the number of devices it is for.
+"""Chooses between functions when a program is lowered, by the number of devices it is for.
 
 Why: some GPU kernels, and constraints of memory layouts, cannot be in a program that XLA splits over
 several devices. While JAX traces a program, the package cannot know whether XLA will split it: a mesh need
@@ -27,49 +27,29 @@ _unless_partitioned_p = Primitive("fp8_unless_partitioned")
 
 
 def unless_partitioned(
-    whole: Callable[..., Any],
-    split: Callable[..., Any],
-    *args: Any,
-    on_shards: Callable[..., Any] | None = None,
+    whole: Callable[..., Any], on_shards: Callable[..., Any], split: Callable[..., Any], *args: Any
 ) -> Any:
-    """Returns ``split(*args)`` if XLA splits the program over several devices, ``whole(*args)`` if not.
+    """Returns ``whole(*args)``, or what another function returns if XLA splits the program over devices.
 
-    XLA does not split the code inside of a ``jax.shard_map`` over all axes of the mesh, so that code gets
-    ``whole``. JAX cannot differentiate the result: no derivative is defined.
+    The functions take trees of arrays, and return trees of the same structure, shapes and dtypes. XLA does
+    not split the code inside of a ``jax.shard_map`` over all axes of the mesh, so that code gets ``whole``.
+    JAX cannot differentiate the result: no derivative is defined.
 
     Args:
-        whole: a function of trees of arrays that returns a tree of arrays. The result must depend only on
-            these arrays.
-        split: a function with results of the same shapes and dtypes. It is traced when the program is
-            lowered. So it must not depend on contexts such as ``autocast``.
-        on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
-            ``split`` in programs that are split over a mesh. It uses ``custom_partitioning``. It is not
-            used on a mesh with explicit axes, by ``jax.export``, and in a ``jax.shard_map`` over some of
-            the axes of a mesh.
+        whole: runs in programs for one device.
+        on_shards: runs in programs that are split over a mesh. It uses ``custom_partitioning``.
+        split: runs in the other programs that are split: on a mesh with explicit axes, by ``jax.export``,
+            and in a ``jax.shard_map`` over some of the axes of a mesh.
         *args: trees of arrays. ``jax.vmap`` has no rule for this: callers use ``custom_vmap`` outside.
     """
-    whole_jaxpr, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
+    leaves = jax.tree.leaves(args)
+    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in leaves):
+        return split(*args)
+    traced, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
     # JAX must find custom_partitioning in the traced program. Then it passes the mesh to the lowering.
-    on_shards_jaxpr = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
-    split_of_leaves = _of_leaves(split, args)
-    results = _unless_partitioned_p.bind(
-        *jax.tree.leaves(args), whole=whole_jaxpr, split=split_of_leaves, on_shards=on_shards_jaxpr
-    )
+    others = {"on_shards": jax.make_jaxpr(on_shards)(*args), "split": jax.make_jaxpr(split)(*args)}
+    results = _unless_partitioned_p.bind(*leaves, whole=traced, **others)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-def _of_leaves(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """Returns a function of the leaves of ``args`` that returns the leaves of ``function(*args)``.
-
-    The function keeps the current x64 setting, because JAX may lower it under another one.
-    """
-    treedef, has_64_bits = jax.tree.structure(args), jax.config.jax_enable_x64
-
-    def of_leaves(*leaves: Any) -> list[Any]:
-        with jax.enable_x64(has_64_bits):
-            return jax.tree.leaves(function(*treedef.unflatten(leaves)))
-
-    return of_leaves
 
 
 def _is_partitioned(context: Any) -> bool:
@@ -82,29 +62,16 @@ def _is_partitioned(context: Any) -> bool:
     return False
 
 
-def _allows_custom_partitioning(context: Any) -> bool:
-    """Returns whether a module may contain ``custom_partitioning``, which needs a mesh.
-
-    On a mesh with explicit axes it may not: if such a mesh is set (``jax.set_mesh``) where the program is
-    compiled, XLA does not recognize the sums over devices, and ends the process.
-    """
-    mesh = getattr(context, "abstract_mesh", None)
-    return mesh is not None and AxisType.Explicit not in mesh.axis_types
-
-
-def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_shards: Any) -> Any:
+def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, on_shards: Any, split: Any) -> Any:
     """Lowers ``unless_partitioned`` to one of the three functions."""
     module = ctx.module_context
-    context, is_exported = module.axis_context, module.lowering_parameters.for_export
-    chosen: Callable[..., Any] = split if _is_partitioned(context) else jaxpr_as_fun(whole)
-    if (
-        chosen is split
-        and on_shards is not None
-        and _allows_custom_partitioning(context)
-        and not is_exported
-    ):
-        chosen = jaxpr_as_fun(on_shards)
-    return mlir.lower_fun(chosen)(ctx, *args)
+    # ``custom_partitioning`` needs a mesh, without explicit axes: if such a mesh is set (``jax.set_mesh``)
+    # where the program is compiled, XLA does not recognize the sums over devices, and ends the process.
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    has_mesh = mesh is not None and AxisType.Explicit not in mesh.axis_types
+    can_split = has_mesh and not module.lowering_parameters.for_export
+    chosen = (on_shards if can_split else split) if _is_partitioned(module.axis_context) else whole
+    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
 
 
 def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
@@ -114,13 +81,13 @@ def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
     is right on any number of devices.
     """
     if jax.config.jax_disable_jit:
-        return params["split"](*args)
+        return jaxpr_as_fun(params["split"])(*args)
     return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
 
 
 _unless_partitioned_p.multiple_results = True
 _unless_partitioned_p.def_impl(_run_unless_partitioned)
-_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: whole.out_avals)
+_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, **others: whole.out_avals)
 # Not cached, because what the rule lowers depends on the number of devices.
 mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
 

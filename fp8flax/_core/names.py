@@ -20,9 +20,6 @@ BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
 GROUPED_GEMM = "fp8_grouped_gemm"
 """Our GPU kernel that multiplies the experts of a ragged dot in Hopper's FP8 units."""
 
-TRANSPOSE_GROUPS = "fp8_transpose_groups"
-"""Our GPU kernel that transposes the rows of each expert of a ragged dot."""
-
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 

@@ -493,11 +493,6 @@ def test_unknown_target():
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="h20")
 
 
-def test_a_gpu_that_audit_cannot_compile_for():
-    with pytest.raises(ValueError, match="MI300X"):
-        audit(jnp.dot, struct(4, 4), struct(4, 4), target="mi300x")
-
-
 def test_tpus_are_refused(monkeypatch):
     device = types.SimpleNamespace(platform="tpu", device_kind="TPU v6")
     monkeypatch.setattr(jax, "devices", lambda: [device])

@@ -13,6 +13,7 @@ decides how the products with the kernels of experts run.
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
 
 from fp8flax._compat.choice_at_lowering import row_major, unless_partitioned
 from fp8flax._core.axes import vary_alike
@@ -31,12 +31,13 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     compute_capability,
+    has_units_for_blocks,
     is_hopper,
     takes_algorithms,
 )
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
-from fp8flax._core.gemm.units import has_units_for_blocks
+from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
@@ -53,7 +54,8 @@ ALGORITHMS = {
 _PRECISIONS = {"fast": lax.Precision.DEFAULT, "exact": lax.Precision.HIGHEST}
 """The precision that makes cublasLt accumulate like the algorithm, if XLA does not use Triton."""
 
-Operand = QTensor | jax.Array
+AnyTensor = QTensor | jax.Array
+"""An operand, quantized or wide."""
 
 
 class Gemm(NamedTuple):
@@ -103,7 +105,7 @@ class Gemm(NamedTuple):
         return (*a.shape[: self.num_batch], *rows, *columns)
 
 
-def multiply(gemm: Gemm, a: Operand, b: Operand) -> jax.Array:
+def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     """Returns ``lax.dot_general`` of the values of two operands, in ``gemm.out_dtype``."""
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
         with jax.named_scope(KEPT_WIDE):
@@ -131,7 +133,7 @@ def sum_dtype_of(*dtypes: Any) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
 
 
-def _wide(gemm: Gemm, a: Operand, b: Operand) -> jax.Array:
+def _wide(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
     dot = partial(
         lax.dot_general,
@@ -217,9 +219,11 @@ _CUBLASLT_MULTIPLE = 16
 """cublasLt takes FP8 operands whose sizes are multiples of this. For others XLA would pad by a copy."""
 
 _FEW_ROWS = 256
-"""The largest number of rows for which a frozen kernel is not transposed, see ``_is_decoding``.
+"""The largest number of rows for which a frozen kernel is not transposed for cublasLt on Hopper.
 
-The largest power of two below the 440 rows of its estimate; not measured on a GPU."""
+XLA would transpose the codes at each call, which moves two bytes per code. A GPU kernel that XLA generates
+reads the codes once, in the layout that they have. By an estimate from the bandwidth and the speed of both
+kernels it is faster below 440 rows; not measured on a GPU."""
 
 
 def _is_in_fp8(a: QTensor, b: QTensor) -> bool:
@@ -231,31 +235,18 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
     """Returns the function by which an NVIDIA GPU multiplies the codes; None if it cannot."""
     capability = compute_capability()  # 0: the GPU is unknown
     sizes = rows, depth, columns = gemm.sizes(a, b)
-    # Under jax.export a size may be symbolic.
-    is_tiny = all(isinstance(n, int) for n in sizes) and (rows + columns) * depth < _TINY
+    is_tiny = are_positive(sizes) and (rows + columns) * depth < _TINY
     if not _is_in_fp8(a, b) or 0 < capability < NATIVE_FP8 or is_tiny:
         return None
+    keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
         gemm.accumulation in ALGORITHMS
         and not any(size % _CUBLASLT_MULTIPLE for size in sizes)
         # cublasLt does not multiply e5m2 by e5m2.
         and not a.codes.dtype == b.codes.dtype == E5M2
-        and not _is_decoding(gemm, capability, rows)
+        and not (keeps_layout and are_positive(sizes) and rows <= _FEW_ROWS)
     )
     return partial(_cublaslt if fits_cublaslt else _xla_kernel, gemm)
-
-
-def _is_decoding(gemm: Gemm, capability: float, rows: int) -> bool:
-    """Returns whether a GEMM multiplies few rows by a frozen kernel that must be transposed for cublasLt.
-
-    On Hopper XLA would transpose the codes at each call, which moves two bytes per code. A GPU kernel
-    that XLA generates reads the codes once, in the layout that they have. With 720 TFLOP/s for that kernel,
-    1400 TFLOP/s for the FP8 units, and 3.4 TB/s, cublasLt with the copy is faster from 440 rows on.
-    """
-    is_fast = gemm.accumulation == "fast"
-    return (
-        is_fast and gemm.is_stored and is_hopper(capability) and isinstance(rows, int) and rows <= _FEW_ROWS
-    )
 
 
 def _xla_kernel(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
@@ -312,16 +303,14 @@ def _needs_row_pairs(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
     then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
     """
     sizes = gemm.sizes(a, b)
-    if gemm.dims != _ROWS_BY_COLUMNS or gemm.out_sharding is not None:
+    if gemm.dims != _ROWS_BY_COLUMNS or gemm.out_sharding is not None or not are_positive(sizes):
         return False
-    # Under jax.export a size may be symbolic.
-    is_large = all(isinstance(size, int) and size >= _MIN_FOR_PAIRS for size in sizes)
     sharding = jax.typeof(a.codes).sharding
     names = sharding.spec[0] or ()  # the explicit mesh axes that split the rows
     num_parts = math.prod(
         sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)
     )
-    return is_large and sizes[0] % (2 * num_parts) == 0
+    return min(sizes) >= _MIN_FOR_PAIRS and sizes[0] % (2 * num_parts) == 0
 
 
 def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
@@ -337,15 +326,12 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
 
 # Scales that change along the contraction.
 
-_MAX_ELEMENTS = 2**31
-"""Our GPU kernel counts elements in 32 bits, so it supports only fewer elements than this."""
-
 
 def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block.
 
-    Under ``jax.vmap`` the batch becomes a batch dimension, or a free dimension of the one operand that has
-    it. So our GPU kernels and the rules for several devices never meet ``jax.vmap``.
+    Under ``jax.vmap`` the batch becomes a free dimension if only the left operand has it. Otherwise it
+    becomes a batch dimension of both operands. So GPU kernels and ``on_shards`` never meet ``jax.vmap``.
     """
 
     @custom_vmap
@@ -355,29 +341,24 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
         # All arrays of an operand come from one tensor, so all are batched or none is.
-        operands, batched = [a, b], [jax.tree.leaves(x)[0] for x in is_batched]
-        if any(_has_partial_block(x) for x, has_batch in zip(operands, batched) if has_batch):
-            # The batch cannot become a free dimension beside it, so it becomes one of both operands.
-            repeat = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (size, *x.shape)))
-            operands = [x if has_batch else repeat(x) for x, has_batch in zip(operands, batched)]
-            batched = [True, True]
-        place = 0 if all(batched) else gemm.num_batch
-        contract = [tuple(i + has_batch for i in dims) for dims, has_batch in zip(gemm.dims[0], batched)]
-        more = gemm._replace(
-            dims=((contract[0], contract[1]), (tuple(range(gemm.num_batch + all(batched))),) * 2)
+        of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
+        (contract_a, contract_b), (batch, _) = gemm.dims
+        contract_a = tuple(i + 1 for i in contract_a)
+        if not of_b and a.quantizer.block[0] == 1:  # each row has its own scales
+            rows = gemm._replace(dims=((contract_a, contract_b), (batch, batch)))
+            place = gemm.num_batch
+            return jnp.moveaxis(_blocks(rows, _with_batch(a, place), b), place, 0), True
+        left, right = (
+            x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
+            for x, has_batch in ((a, of_a), (b, of_b))
         )
-        left, right = (_with_batch(x, place) if has_batch else x for x, has_batch in zip(operands, batched))
-        if not batched[0]:
-            place = gemm.num_batch + len(more.lhs(left).free)
-        return jnp.moveaxis(_blocks(more, left, right), place, 0), True
+        batch = tuple(range(gemm.num_batch + 1))
+        contract_b = tuple(i + 1 for i in contract_b)
+        stack = gemm._replace(dims=((contract_a, contract_b), (batch, batch)))
+        return _blocks(stack, _with_batch(left, 0), _with_batch(right, 0)), True
 
     out: jax.Array = product(a, b)
     return out
-
-
-def _has_partial_block(x: QTensor) -> bool:
-    """Returns whether a block of an operand with a batch of ``jax.vmap`` is partial."""
-    return any(size % width for size, width in zip(x.shape[1:], x.block))
 
 
 def _with_batch(x: QTensor, place: int) -> QTensor:
@@ -391,40 +372,41 @@ def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not _is_in_fp8(a, b):
         return reference(a, b)
-    several = partial(_in_bfloat16, gemm)
-    capability = compute_capability()
-    is_explicit = any(AxisType.Explicit in jax.typeof(x.codes).sharding.mesh.axis_types for x in (a, b))
-    on_shards = None
-    if capability > 0 and not is_explicit:
-        names = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}
-        name = names.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
-        on_shards = partial(gemm_on_shards, _of_part, gemm, name=name)
-    on_gpu = partial(unless_partitioned, partial(_of_part, gemm), several, on_shards=on_shards)
+    if not compute_capability():
+        return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
+
+    def of_part(a: QTensor, b: QTensor) -> jax.Array:
+        return _on_one_gpu(gemm, a, b)(gemm, a, b)
+
+    scope = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
+    of_parts = on_shards(of_part, *_letters(gemm, a, b), scope)
+    on_gpu = partial(unless_partitioned, of_part, of_parts, partial(_in_bfloat16, gemm))
     out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
     return out
 
 
-def _of_part(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies operands, or parts of operands, that are on one GPU."""
-    return _on_one_gpu(gemm, a, b)(gemm, a, b)
+def _letters(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[tuple[str, str], str]:
+    """Returns a letter for each dimension of the operands and of the result, see ``on_shards``."""
+    letters = iter(string.ascii_lowercase)
+    of_a = [next(letters) for _ in a.shape]
+    (contract_a, contract_b), (batch_a, batch_b) = gemm.dims
+    partners = dict(zip((*batch_b, *contract_b), (*batch_a, *contract_a), strict=True))
+    of_b = [of_a[partners[i]] if i in partners else next(letters) for i in range(b.ndim)]
+    out = [*(of_a[i] for i in (*batch_a, *gemm.lhs(a).free)), *(of_b[i] for i in gemm.rhs(b).free)]
+    return ("".join(of_a), "".join(of_b)), "".join(out)
 
 
 def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
     """Returns the function by which one NVIDIA GPU multiplies operands with scales per block."""
-    capability, shapes = compute_capability(), (a.shape, b.shape, gemm.out_shape(a, b))
-    # Under jax.export a size may be symbolic.
-    is_usual = all(isinstance(n, int) and n > 0 for shape in shapes for n in shape)
-    if not is_usual or capability < NATIVE_FP8:
-        return _in_bfloat16
-    one, other = a.quantizer, b.quantizer
-    if not has_units_for_blocks(one, other, capability):
+    capability, sizes = compute_capability(), gemm.sizes(a, b)
+    batch = a.shape[: gemm.num_batch]
+    if not (are_positive((*batch, *sizes)) and has_units_for_blocks(a.quantizer, b.quantizer, capability)):
         return _in_bfloat16
     if capability >= NATIVE_MX:
         return _blackwell
-    rows, depth, columns = (_up(size) for size in gemm.sizes(a, b))
-    batch = math.prod(a.shape[: gemm.num_batch])
-    is_small = batch * max(rows * depth, columns * depth, rows * columns) < _MAX_ELEMENTS
-    return _hopper if is_small else _in_bfloat16
+    rows, depth, columns = map(round_up, sizes)
+    shapes = (*batch, rows, depth), (*batch, columns, depth), (*batch, rows, columns)
+    return _hopper if fits_kernels(*shapes) else _in_bfloat16
 
 
 def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
@@ -484,17 +466,11 @@ def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:
         return array.reshape([math.prod(part) for part in parts])
 
     codes, scale = flat(x.codes), flat(x.scale)
-    filled = scale.shape[1] * height, scale.shape[2] * x.quantizer.block[1]
-    padding = [(0, 0, 0), *((0, size - have, 0) for size, have in zip(filled, codes.shape[1:]))]
-    return lax.pad(codes, jnp.zeros((), codes.dtype), padding), scale, height
+    filled = codes.shape[0], scale.shape[1] * height, scale.shape[2] * x.quantizer.block[1]
+    return padded(codes, filled), scale, height
 
 
 def _from_matrices(gemm: Gemm, a: QTensor, b: QTensor, out: jax.Array) -> jax.Array:
     """Returns the result of a GEMM, from the product ``(batch, rows, columns)`` of padded matrices."""
     rows, _, columns = gemm.sizes(a, b)
     return out[:, :rows, :columns].reshape(gemm.out_shape(a, b)).astype(gemm.out_dtype)
-
-
-def _up(size: int) -> int:
-    """Rounds a size up to whole blocks."""
-    return -(-size // BLOCK) * BLOCK

@@ -1,14 +1,18 @@
-"""The table of known GPUs with their properties, and the GPU that a program is compiled for."""
+"""The table of known GPUs, the GPU that a program is compiled for, and the recipes that it runs in FP8."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
-import re
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import jax
+
+from fp8flax._core.formats import E5M2, OCP_DTYPES
+from fp8flax._core.qtensor import BLOCK
+from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.recipes import GemmRecipe
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
@@ -83,11 +87,6 @@ class Gpu:
     """Bytes of shared memory that a block of threads may use."""
     shared_memory_per_core: int = 233_472
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
-
-    @property
-    def has_fp8_units(self) -> bool:
-        """Returns whether the GPU has units that multiply FP8."""
-        return self.compute_capability >= NATIVE_FP8
 
 
 GPUS = {
@@ -170,25 +169,9 @@ GPUS = {
 }
 
 
-OTHER_GPUS = {
-    "mi300x": "The MI300X of AMD multiplies float8_e4m3fnuz and float8_e5m2fnuz in FP8. On it fp8flax "
-    "emulates FP8, and audit, which compiles by the CUDA plugin of XLA, cannot compile for it.",
-}
-"""Messages for GPUs that a program cannot be compiled for."""
-
-
 def is_hopper(capability: float) -> bool:
     """Returns whether a compute capability is that of a Hopper GPU (H100, H200)."""
     return HOPPER <= capability < NATIVE_MX
-
-
-def has_triton() -> bool:
-    """Returns whether Pallas has its Triton backend, which JAX calls deprecated from 0.11 on.
-
-    Without the backend the values are the same. XLA quantizes in more GPU kernels, and Hopper multiplies
-    the experts of a ragged dot tile by tile, unless they have scales per block.
-    """
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def compute_capability() -> float:
@@ -215,10 +198,58 @@ def num_cores() -> int:
     return int(getattr(jax.devices()[0], "core_count", None) or GPUS["h200"].cores)
 
 
-def has_fp8_units(device: jax.Device) -> bool:
-    """Returns whether a device has FP8 units.
+# Which recipes run in FP8 units. These functions decide from dtypes and scales alone, for warnings and
+# reports. ``gemm``, which also knows the shapes, chooses what runs.
 
-    The answer is False for CPUs and for NVIDIA GPUs below compute capability 8.9, and True for all others.
+
+def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
+    """Returns whether our GPU kernel for Hopper can multiply codes of these dtypes."""
+    # From JAX 0.11 on ``wgmma`` takes operands of two different FP8 dtypes.
+    return {lhs, rhs} <= OCP_DTYPES and (lhs == rhs or jax.__version_info__ >= (0, 11))
+
+
+def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: float) -> bool:
+    """Returns whether a GPU multiplies operands with scales per block in FP8 units.
+
+    Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
+    e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
     """
-    version = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
-    return device.platform != "cpu" and (version is None or float(version[0]) >= NATIVE_FP8)
+    dtypes = {lhs.dtype, rhs.dtype}
+    if capability >= NATIVE_MX:
+        has_scales = lhs.has_mx_scales and rhs.has_mx_scales and lhs.block[1] == rhs.block[1]
+        return has_scales and dtypes <= OCP_DTYPES and dtypes != {E5M2}
+    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
+
+
+def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
+
+    Args:
+        *recipes: the recipes of the GEMMs.
+        is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
+    """
+    if is_compiling_ahead():
+        return
+    capability = compute_capability()
+    has_kernel = not (is_ragged and capability >= NATIVE_MX)
+    # Each warning is raised at a single line (stacklevel=1), so that Python's default filter shows it once.
+    if capability < NATIVE_FP8:
+        warnings.warn(
+            f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
+            "speed is not. fp8flax.audit shows what a GPU would run.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
+    elif not all(
+        has_kernel and has_units_for_blocks(one.lhs, one.rhs, capability)
+        for one in recipes
+        if isinstance(one.lhs, BlockQuantizer) and isinstance(one.rhs, BlockQuantizer)
+    ):
+        warnings.warn(
+            f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
+            "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "
+            "runs in FP8.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )

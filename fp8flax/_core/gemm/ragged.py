@@ -1,7 +1,7 @@
 """Multiplies the rows of a ragged dot by the kernels of their experts.
 
-On Hopper one GPU kernel multiplies all rows of a device. On other devices the rows are multiplied in tiles,
-one after the other, each once for every expert that has rows in it.
+The rows are multiplied in tiles, each once for every expert that has rows in it (see ``groups``). On Hopper
+one GPU kernel multiplies all tiles of a device. On other devices one tile is multiplied after the other.
 """
 
 from __future__ import annotations
@@ -18,27 +18,15 @@ from jax.custom_batching import sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.gemm import Gemm, Operand, multiply
-from fp8flax._core.gemm.gpus import compute_capability, has_triton, is_hopper
-from fp8flax._core.gemm.kernels.groups import (
-    ALIGN,
-    TILES_UP_TO,
-    before,
-    blocks_of_groups,
-    ends_of_groups,
-    group_of,
-    num_tiles,
-    table_of,
-    transpose_groups,
-)
-from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, multiplies_dtypes, tiled_gemm
+from fp8flax._core.gemm.gemm import AnyTensor, Gemm, multiply, sum_dtype_of
+from fp8flax._core.gemm.gpus import compute_capability, is_hopper, multiplies_on_hopper
+from fp8flax._core.gemm.groups import ends_of_groups, is_of_expert, visits_of
+from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from fp8flax._core.gemm.sizes import are_positive, padded, round_up
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
-
-_MAX_ELEMENTS = 2**31
-"""Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this."""
 
 
 class Ragged(NamedTuple):
@@ -52,62 +40,66 @@ class Ragged(NamedTuple):
 
     gemm: Gemm
     """The product of one tile of rows; its dimension numbers contract the last dimension of the rows and of
-    the kernel, or the rows of both operands."""
-    out_dtype: np.dtype
+    the kernel, or the rows of both operands. Its ``out_dtype`` is the dtype of the result."""
     is_sum: bool = False
     is_transposed: bool = False
     """Whether the kernels come as ``(experts, depth, columns)``, not as ``(experts, columns, depth)``."""
 
+    def columns_first(self, kernels: AnyTensor) -> Any:
+        """Returns the kernels as ``(experts, columns, depth)``: FP8 units sum over the last dimension."""
+        if not self.is_transposed:
+            return kernels
+        out: Any = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
+        if isinstance(kernels, QTensor) and kernels.block:
+            stack, depth, columns = kernels.block
+            out = dataclasses.replace(out, block=(stack, columns, depth))
+        return out
 
-def multiply_ragged(ragged: Ragged, a: Operand, b: Operand, group_sizes: jax.Array) -> jax.Array:
-    """Returns a product of rows in groups; under ``jax.vmap`` in a loop over the batch.
 
-    Args:
-        ragged: what is multiplied.
-        a: the rows, a ``QTensor`` or a wide array.
-        b: the kernels, or further rows.
-        group_sizes: number of rows of each expert, ``(experts,)``, integers.
-    """
+def multiply_ragged(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
+    """Returns a product of rows in groups of these sizes; under ``jax.vmap`` in a loop over the batch."""
     run = no_derivative(sequential_vmap(partial(_multiply, ragged)))
     out: jax.Array = run(a, b, group_sizes)
     return out
 
 
-def _multiply(ragged: Ragged, a: Operand, b: Operand, group_sizes: jax.Array) -> jax.Array:
+def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies in the way of the device that the program is for."""
     in_tiles = partial(_sums_in_tiles if ragged.is_sum else _products_in_tiles, ragged)
-    if not (compute_capability() and isinstance(a, QTensor) and isinstance(b, QTensor)):
-        return in_tiles(a, b, group_sizes)
-    if a.quantizer.scales_along_contraction != b.quantizer.scales_along_contraction:
+    if not (
+        compute_capability()
+        and isinstance(a, QTensor)
+        and isinstance(b, QTensor)
+        and a.quantizer.scales_along_contraction == b.quantizer.scales_along_contraction
+        and are_positive((*a.shape, *b.shape))
+    ):
         return in_tiles(a, b, group_sizes)
     one, name = in_tiles, ""
-    if _has_kernel(ragged, a, b, group_sizes):
+    if (
+        is_hopper(compute_capability())
+        and multiplies_on_hopper(a.codes.dtype, b.codes.dtype)
+        and ragged.gemm.out_dtype.itemsize <= 4
+        and all(x.quantizer.scale_columns == BLOCK for x in (a, b) if x.block)
+    ):
         one, name = partial(grouped_sums if ragged.is_sum else grouped_products, ragged), GROUPED_GEMM
-    # In ``dims`` each dimension has a letter, see ``on_shards``: m rows, k depth, n columns, e experts.
-    dims = ("mk", "ekn" if ragged.is_transposed else "enk", "mn")
-    dims = ("mk", "mn", "ekn") if ragged.is_sum else dims
-    on_shards = partial(ragged_on_shards, one, dims, name=name)
-    on_gpu = partial(unless_partitioned, one, in_tiles, on_shards=on_shards)
+
+    def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
+        """Multiplies a part of the rows; ``rows`` are their places among all rows."""
+        ends = jnp.clip(ends_of_groups(group_sizes, num_rows) - rows[0], 0, a.shape[0])
+        return one(a, b, jnp.diff(ends, prepend=np.int32(0)))
+
+    def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
+        # Rows m, depth k and columns n may be split, but not the experts.
+        kernels = "-kn" if ragged.is_transposed else "-nk"
+        operands, result = (("mk", "mn"), "-kn") if ragged.is_sum else (("mk", kernels), "mn")
+        run = on_shards(of_part, (*operands, "-", "M"), result, name)
+        out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))
+        return out
+
+    num_rows = a.shape[0]
+    on_gpu = partial(unless_partitioned, one, of_parts, in_tiles)
     out: jax.Array = lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
     return out
-
-
-def _has_kernel(ragged: Ragged, a: QTensor, b: QTensor, group_sizes: jax.Array) -> bool:
-    """Returns whether our GPU kernel for Hopper can multiply the operands."""
-    if not (
-        is_hopper(compute_capability())
-        and multiplies_dtypes(a.codes.dtype, b.codes.dtype)
-        and ragged.out_dtype.itemsize <= 4
-        # Under jax.export a size may be symbolic.
-        and all(isinstance(size, int) and size > 0 for size in (*a.shape, *b.shape))
-    ):
-        return False
-    if a.quantizer.scales_along_contraction:
-        return a.quantizer.scale_columns == b.quantizer.scale_columns == BLOCK
-    (rows, depth), experts = a.shape, group_sizes.size
-    columns = b.shape[-1 if ragged.is_sum or ragged.is_transposed else -2]
-    rows_of_tiles = num_tiles(rows, experts + 1) * TILE
-    return has_triton() and rows_of_tiles * (max(depth, columns) + BLOCK) < _MAX_ELEMENTS
 
 
 # In tiles, on any device.
@@ -119,169 +111,87 @@ _SMALLEST_TILE, _LARGEST_TILE = 128, 512
 _ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
 
-class _Tiles(NamedTuple):
-    """How rows are cut into tiles (hashable)."""
-
-    rows: int
-    experts: int
-
-    @property
-    def tile(self) -> int:
-        """Returns the number of rows in a tile."""
-        half = max(1, self.rows // (2 * self.experts))
-        tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
-        return min(tile, max(_ROW_MULTIPLE, -(-self.rows // _ROW_MULTIPLE) * _ROW_MULTIPLE))
-
-    @property
-    def padded_rows(self) -> int:
-        """Returns the number of rows, rounded up to whole tiles; at least one tile."""
-        return max(1, -(-self.rows // self.tile)) * self.tile
-
-    @property
-    def num_visits(self) -> int:
-        """Returns the largest possible number of visits; a tile has one for each expert with rows in it."""
-        return self.padded_rows // self.tile + self.experts - 1
-
-
-class _Visit(NamedTuple):
-    """A visit: one tile of rows is multiplied by the kernel of one expert that has rows in it.
-
-    Each field is a scalar. For a list of visits, each field is an array with an element per visit.
-    """
-
-    row: jax.Array
-    """The first row of the tile."""
-    expert: jax.Array
-    """The index of the expert."""
-    low: jax.Array
-    """The expert's first row in the tile, counted from the start of the tile."""
-    high: jax.Array
-    """The row after the expert's last row in the tile, counted from the start of the tile."""
-    is_first: jax.Array
-    """Whether the tile is the expert's first one."""
-
-
-def _products_in_tiles(ragged: Ragged, a: Operand, kernels: Operand, group_sizes: jax.Array) -> jax.Array:
-    """Returns each row times the kernel of its expert, in plain JAX."""
-    rows, gemm = a.shape[0], ragged.gemm
-    tiles = _Tiles(rows, group_sizes.size)
-    a, kernels = _in_whole_tiles(tiles, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
-    if ragged.is_transposed:  # once, not at each visit: FP8 units sum over the last axis
-        kernels = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
-    return _scan_products(tiles, gemm, a, kernels, _visits(tiles, group_sizes))[:rows]
-
-
-def _sums_in_tiles(ragged: Ragged, a: Operand, b: Operand, group_sizes: jax.Array) -> jax.Array:
-    """Returns the sums of the outer products of each expert's rows, in plain JAX."""
-    tiles, gemm = _Tiles(a.shape[0], group_sizes.size), ragged.gemm
-    a, b = _in_whole_tiles(tiles, a, gemm.lhs_dtype), _in_whole_tiles(tiles, b, gemm.rhs_dtype)
-    return _scan_sums(tiles, gemm, ragged.out_dtype, a, b, _visits(tiles, group_sizes))
-
-
-def _without_blocks(x: Operand, dtype: Any) -> Operand:
-    """Returns the values of an operand with scales per block; returns another operand unchanged."""
-    return x.dequantize(dtype) if isinstance(x, QTensor) and x.block else x
-
-
-def _in_whole_tiles(tiles: _Tiles, x: Operand, dtype: Any) -> Operand:
-    """Returns rows that zeros fill up to whole tiles."""
-    more = tiles.padded_rows - tiles.rows
-
-    def filled(x: jax.Array) -> jax.Array:
-        return lax.pad(x, jnp.zeros((), x.dtype), ((0, more, 0), (0, 0, 0)))
-
-    x = _without_blocks(x, dtype)
-    if not isinstance(x, QTensor):
-        return filled(x)
-    scale = filled(x.scale) if _is_per_row(x.scale, tiles.rows) else x.scale
-    return dataclasses.replace(x, codes=filled(x.codes), scale=scale)
-
-
-def _is_per_row(x: jax.Array, rows: int) -> bool:
-    """Returns whether codes or scales have an entry for each row; the other scales hold for all rows."""
-    return x.ndim == 2 and x.shape[0] == rows > 1
-
-
-def _visits(tiles: _Tiles, group_sizes: jax.Array) -> _Visit:
-    """Returns ``num_visits`` visits, in the order of the rows.
-
-    An expert with rows ``start`` to ``end - 1`` visits tiles ``start // tile`` to ``(end - 1) // tile``. If
-    there are fewer visits than ``num_visits``, the rest have the expert of the last visit, and no rows.
-    """
-    tile = np.int32(tiles.tile)
-    ends = ends_of_groups(group_sizes, tiles.rows)
-    starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
-    counts = jnp.where(ends > starts, (ends - 1) // tile - starts // tile + 1, 0)
-    after = jnp.cumsum(counts, dtype=jnp.int32)
-    index = lax.iota(np.int32, tiles.num_visits)
-    visit = jnp.maximum(jnp.minimum(index, after[-1] - 1), 0)
-    expert = jnp.sum(visit[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, np.int32(tiles.experts - 1))  # without any rows, no expert is found
-    nth = visit - (after - counts)[expert]
-    is_used = index < after[-1]
-    row = jnp.where(is_used, (starts[expert] // tile + nth) * tile, 0)
-    return _Visit(
-        row=row,
-        expert=expert,
-        low=jnp.maximum(starts[expert] - row, 0),
-        high=jnp.where(is_used, jnp.minimum(ends[expert] - row, tile), 0),
-        is_first=is_used & (nth == 0),
-    )
-
-
-def _rows_of_expert(tiles: _Tiles, visit: _Visit) -> jax.Array:
-    """Returns a mask ``(tile, 1)`` of the rows of a visit's tile that belong to the visit's expert."""
-    row = lax.broadcasted_iota(np.int32, (tiles.tile, 1), 0)
-    return (row >= visit.low) & (row < visit.high)
-
-
-def _tile_rows(tiles: _Tiles, operand: Any, row: jax.Array) -> Any:
-    """Returns the tile of an operand that starts at ``row``; a scale that all rows share is not cut."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        is_per_row = _is_per_row(x, tiles.padded_rows)
-        return lax.dynamic_slice_in_dim(x, row, tiles.tile) if is_per_row else x
-
-    return jax.tree.map(cut, operand)
+def tile_of(rows: int, experts: int) -> int:
+    """Returns the number of rows in a tile."""
+    half = max(1, rows // (2 * experts))
+    tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
+    return min(tile, max(_ROW_MULTIPLE, round_up(rows, _ROW_MULTIPLE)))
 
 
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
 # ``inline=True`` makes it a part of the surrounding program.
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _scan_products(tiles: _Tiles, gemm: Gemm, a: Any, kernels: Any, visits: _Visit) -> jax.Array:
-    """Returns each row times the kernel of its expert, ``(padded rows, columns)``; other rows are zeros."""
+@partial(jax.jit, static_argnums=0, inline=True)
+def _products_in_tiles(ragged: Ragged, a: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+    """Returns each row times the kernel of its expert, ``(rows, columns)``, in plain JAX."""
+    gemm, kernels = ragged.gemm, ragged.columns_first(kernels)  # once, not at each visit
+    rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
+    a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
 
-    def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
-        kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
+    def step(out: jax.Array, visit: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        row, expert, low, high = visit
+        kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, keepdims=False), kernels)
         if isinstance(kernel, QTensor) and kernel.scale.size == 1:
             kernel = dataclasses.replace(kernel, scale=kernel.scale.reshape(()))
-        product = multiply(gemm, _tile_rows(tiles, a, visit.row), kernel)
-        before = lax.dynamic_slice_in_dim(out, visit.row, tiles.tile)
-        rows = jnp.where(_rows_of_expert(tiles, visit), product, before)
-        return lax.dynamic_update_slice_in_dim(out, rows, visit.row, 0), None
+        product = multiply(gemm, _tile_at(row, tile, a), kernel)
+        before = lax.dynamic_slice_in_dim(out, row, tile)
+        of_tile = jnp.where(is_of_expert(tile, low, high), product, before)
+        return lax.dynamic_update_slice_in_dim(out, of_tile, row, 0), None
 
-    zeros = jnp.zeros((tiles.padded_rows, kernels.shape[1]), gemm.out_dtype)
-    return lax.scan(step, _varying_as((a, kernels, visits), zeros)[0], visits)[0]
+    visits = visits_of(a.shape[0], tile, group_sizes)
+    zeros = jnp.zeros((a.shape[0], kernels.shape[1]), gemm.out_dtype)
+    out, *_ = vary_alike(zeros, *jax.tree.leaves((a, kernels, visits)))
+    return lax.scan(step, out, visits[:4])[0][:rows]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _scan_sums(tiles: _Tiles, gemm: Gemm, dtype: Any, a: Any, b: Any, visits: _Visit) -> jax.Array:
-    """Returns for each expert the sum of outer products over its rows, ``(experts, depth, columns)``."""
+@partial(jax.jit, static_argnums=0, inline=True)
+def _sums_in_tiles(ragged: Ragged, a: Any, b: Any, group_sizes: jax.Array) -> jax.Array:
+    """Returns the sums over each expert's rows, ``(experts, depth, columns)``, in plain JAX."""
+    gemm, tile = ragged.gemm, tile_of(a.shape[0], group_sizes.size)
+    wide = gemm._replace(out_dtype=sum_dtype_of(gemm.out_dtype))
+    a, b = _in_whole_tiles(tile, a, gemm.lhs_dtype), _in_whole_tiles(tile, b, gemm.rhs_dtype)
 
-    def step(carry: tuple[jax.Array, jax.Array], visit: _Visit) -> tuple[Any, None]:
-        total, out = carry
-        is_of_expert = _rows_of_expert(tiles, visit)
+    def step(carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        (total, out), (row, expert, low, high, is_first) = carry, visit
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
-        of_visit = (_with_zeros(is_of_expert, _tile_rows(tiles, x, visit.row)) for x in (a, b))
-        product = multiply(gemm, *of_visit)
-        total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
+        keep = is_of_expert(tile, low, high)
+        product = multiply(wide, *(_with_zeros(keep, _tile_at(row, tile, x)) for x in (a, b)))
+        total = jnp.where(is_first, jnp.zeros_like(total), total) + product
         # All visits of an expert follow each other, so its last visit writes its whole sum.
-        return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None
+        return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)), None
 
+    visits = visits_of(a.shape[0], tile, group_sizes)
+    is_first = lax.iota(np.int32, visits.row.size) == visits.first[visits.expert]
     shape = a.shape[1], b.shape[1]
-    total, out = jnp.zeros(shape, gemm.out_dtype), jnp.zeros((tiles.experts, *shape), dtype)
-    total, out = _varying_as((a, b, visits), total, out)
-    return lax.scan(step, (total, out), visits)[0][1]
+    zeros = jnp.zeros(shape, wide.out_dtype), jnp.zeros((group_sizes.size, *shape), gemm.out_dtype)
+    total, out, *_ = vary_alike(*zeros, *jax.tree.leaves((a, b, visits)))
+    return lax.scan(step, (total, out), (*visits[:4], is_first))[0][1]
+
+
+def _without_blocks(x: AnyTensor, dtype: Any) -> AnyTensor:
+    """Returns the values of an operand with scales per block; returns another operand unchanged."""
+    return x.dequantize(dtype) if isinstance(x, QTensor) and x.block else x
+
+
+def _in_whole_tiles(tile: int, x: AnyTensor, dtype: Any) -> AnyTensor:
+    """Returns rows that zeros fill up to whole tiles, at least one; scales that all rows share stay."""
+    (rows, size), x = x.shape, _without_blocks(x, dtype)
+    filled = max(tile, round_up(rows, tile))
+    if not isinstance(x, QTensor):
+        return padded(x, (filled, size))
+    is_per_row = x.scale.shape == (rows, 1) != (1, 1)
+    scale = padded(x.scale, (filled, 1)) if is_per_row else x.scale
+    return dataclasses.replace(x, codes=padded(x.codes, (filled, size)), scale=scale)
+
+
+def _tile_at(row: jax.Array, tile: int, x: AnyTensor) -> Any:
+    """Returns the tile of an operand that starts at ``row``."""
+    rows = x.shape[0]
+
+    def cut(x: jax.Array) -> jax.Array:
+        is_per_row = x.ndim == 2 and x.shape[0] == rows
+        return lax.dynamic_slice_in_dim(x, row, tile) if is_per_row else x
+
+    return jax.tree.map(cut, x)
 
 
 def _with_zeros(keep: jax.Array, operand: Any) -> Any:
@@ -291,104 +201,53 @@ def _with_zeros(keep: jax.Array, operand: Any) -> Any:
     return dataclasses.replace(operand, codes=x) if isinstance(operand, QTensor) else x
 
 
-def _varying_as(tree: Any, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, varying over all manual axes that a leaf of the tree varies over."""
-    return vary_alike(*arrays, *jax.tree.leaves(tree))[: len(arrays)]
-
-
-# By our GPU kernel for Hopper.
-
-
-def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling:
-    """Returns the tiling that multiplies each row by its expert's kernel; rows without expert become zero.
-
-    Args:
-        rows: number of rows of the input, ``TILE`` or more, and a multiple of 8.
-        depth: number of columns of the input and of each kernel.
-        columns: number of columns of the result, and of rows of each kernel.
-        experts: number of kernels.
-    """
-
-    def tile(table: Any, t: Any) -> Tile:
-        group = group_of(table, t, experts + 1)
-        # The last tile begins earlier if it would otherwise reach beyond the input.
-        row = lax.min(group.row, np.int32(rows - TILE))
-        moved = group.row - row
-        is_expert = group.index < experts
-        return Tile(
-            lhs_row=row,
-            rhs_row=lax.select(is_expert, group.index * np.int32(columns), jnp.int32(0)),
-            block=jnp.int32(0),
-            num_blocks=lax.select(is_expert, jnp.int32(depth // BLOCK), jnp.int32(0)),
-            out_row=row,
-            low=moved + group.low,
-            high=moved + group.high,
-        )
-
-    return Tiling(rows, columns, num_tiles(rows, experts + 1), is_whole=False, tile=tile)
-
-
-def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
-    """Returns the tiling that sums the outer products of each expert's rows.
-
-    Both operands are transposed: their columns are the rows of all experts, in blocks of one expert each,
-    expert by expert. The sum of an expert runs over its blocks.
-
-    Args:
-        depth: number of rows of the transposed left operand, a multiple of ``TILE``.
-        columns: number of rows of the transposed right operand.
-        experts: number of experts.
-    """
-    tiles = np.int32(depth // TILE)
-
-    def tile(table: Any, t: Any) -> Tile:
-        expert, row = lax.div(t, tiles), lax.rem(t, tiles) * np.int32(TILE)
-        first = before(table, TILES_UP_TO, expert)
-        return Tile(
-            lhs_row=row,
-            rhs_row=jnp.int32(0),
-            block=first,
-            num_blocks=table[TILES_UP_TO, expert] - first,
-            out_row=expert * np.int32(depth) + row,
-            low=jnp.int32(0),
-            high=jnp.int32(TILE),
-        )
-
-    return Tiling(experts * depth, columns, experts * int(tiles), is_whole=True, tile=tile)
+# By our GPU kernel for Hopper, which knows scales per block only: other scales are repeated.
 
 
 def grouped_products(
     ragged: Ragged, a: QTensor, kernels: QTensor, group_sizes: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel."""
-    codes, scale = kernels.codes, kernels.scale
-    if ragged.is_transposed:
-        codes, scale = (jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x for x in (codes, scale))
-    (rows, depth), (experts, columns, _) = a.shape, codes.shape
-    filled_rows, filled_depth, filled_columns = max(_up(rows, ALIGN), TILE), _up(depth), _up(columns)
-    left = _filled(a.codes, filled_rows, filled_depth)
-    right = _filled(codes, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
-    if a.block:
-        blocks = filled_depth // BLOCK
-        lhs_scale = _filled(_per_row(a.scale, a.block[0], rows).T, blocks, filled_rows)
-        height = kernels.block[2 if ragged.is_transposed else 1]
-        if height % BLOCK == 0:  # one scale per 128 rows of the kernel
-            rhs_scale = jnp.repeat(scale, height // BLOCK, axis=1)[:, : filled_columns // BLOCK]
-        else:
-            rhs_scale = jax.vmap(lambda x: _per_row(x, height, columns))(scale)
-            rhs_scale = _filled(rhs_scale, experts, filled_columns, blocks)
-        rhs_scale = jnp.moveaxis(rhs_scale, 2, 0).reshape(blocks, -1)
-    else:
-        lhs_scale, rhs_scale = a.scale.reshape(-1), scale.reshape(-1)
-        if lhs_scale.size > 1:
-            lhs_scale = _filled(lhs_scale, filled_rows)
-        if rhs_scale.size > experts:
-            rhs_scale = _filled(rhs_scale.reshape(experts, columns), experts, filled_columns).reshape(-1)
-        elif rhs_scale.size < experts:
-            rhs_scale = jnp.broadcast_to(rhs_scale, (experts,))
-    tiling = _tiling_of_rows(filled_rows, filled_depth, filled_columns, experts)
-    table = table_of(filled_rows, group_sizes)
-    out = _by_kernel(tiling, ragged.out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
+    """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel.
+
+    A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
+    experts are zero. (A NaN in a kernel so reaches all rows of the tiles that its expert visits.)
+    """
+    kernels = ragged.columns_first(kernels)
+    (rows, depth), (experts, columns, _) = a.shape, kernels.shape
+    filled_rows, filled_depth, filled_columns = map(round_up, (rows, depth, columns))
+    num_blocks, num_columns = np.int32(filled_depth // BLOCK), np.int32(filled_columns // TILE)
+    visits = visits_of(filled_rows, TILE, group_sizes)
+    keep, index = is_of_expert(TILE, visits.low, visits.high), visits.row // np.int32(TILE)
+
+    left_scale = _scales(a, (filled_rows, filled_depth), (1, BLOCK)).reshape(-1, TILE, num_blocks)
+    left_scale = jnp.where(keep, jnp.take(left_scale, index, axis=0, mode="clip"), np.float32(0))
+    right = padded(kernels.codes, (experts, filled_columns, filled_depth))
+    right_scale = _scales(kernels, right.shape, (1, 1, BLOCK))
+
+    tile = lax.broadcasted_iota(np.int32, (filled_rows // TILE, index.size), 0)
+    is_before, is_of_tile = index[None] < tile, index[None] == tile
+    is_used = visits.high[None] > 0
+    first, number = (jnp.sum(x & is_used, axis=1, dtype=jnp.int32) for x in (is_before, is_of_tile))
+
+    def block(t: Any, b: Any, first: Any, number: Any, experts: Any) -> Block:
+        visit = first[t] + lax.div(b, num_blocks)
+        return Block(t, experts[visit] * num_columns, lax.rem(b, num_blocks), visit)
+
+    out = tiled_gemm(
+        padded(a.codes, (filled_rows, filled_depth)),
+        right.reshape(-1, filled_depth),
+        left_scale.reshape(-1, num_blocks).T,
+        right_scale.reshape(-1, num_blocks).T,
+        first,
+        number,
+        visits.expert,
+        num_blocks=lambda t, first, number, experts: number[t] * num_blocks,
+        block=block,
+        shape=(filled_rows, filled_columns),
+        out_dtype=ragged.gemm.out_dtype,
+        name=GROUPED_GEMM,
+        interpret=interpret,
+    )
     return out[:rows, :columns]
 
 
@@ -397,59 +256,61 @@ def grouped_sums(
 ) -> jax.Array:
     """Sums the outer products of the rows of each expert, ``(experts, depth, columns)``, by one GPU kernel.
 
-    It puts the rows of each expert into whole tiles first.
+    XLA first puts the tiles of all visits side by side, so that the sum of an expert runs over whole tiles.
     """
-    (rows, depth), columns, experts = a.shape, b.shape[1], group_sizes.size
-    rows = _up(rows) if a.block else max(_up(rows, ALIGN), TILE)
-    table = table_of(rows, group_sizes, TILE) if a.block else table_of(rows, group_sizes)
+    (rows, depth), columns = a.shape, b.shape[1]
+    filled_rows, filled_depth, filled_columns = map(round_up, (rows, depth, columns))
+    visits = visits_of(filled_rows, TILE, group_sizes)
+    keep, index = is_of_expert(TILE, visits.low, visits.high), visits.row // np.int32(TILE)
+    # Codes are copied as 32-bit words: XLA's kernel moves four elements at once, whether bytes or words.
+    mask = jnp.where(keep, np.uint8(255), np.uint8(0)).reshape(-1, TILE // 4, 4)
+    mask = lax.bitcast_convert_type(mask, jnp.uint32)
 
-    def side_by_side(x: QTensor) -> tuple[jax.Array, jax.Array]:
-        """Returns codes with the rows of all experts as columns, in blocks of one expert, and scales."""
-        size = x.shape[1]
-        if x.block:
-            scales = _per_row(x.scale.T, x.block[1], size).T
-            scales = _filled(scales, rows // BLOCK, _up(size))
-            return blocks_of_groups(_filled(x.codes.T, _up(size), rows), scales, table)
-        codes = _filled(x.codes, rows, _up(size))
-        codes, scale = transpose_groups(codes, table, interpret=interpret is not None), x.scale.reshape(-1)
-        return codes, scale if scale.size == 1 else _filled(scale, _up(size))
+    def side_by_side(x: QTensor, size: int) -> tuple[jax.Array, jax.Array]:
+        """Returns codes with the rows of all visits as columns, zeros in rows of others, and scales."""
+        # Without the barrier XLA would gather single bytes of the codes that are not transposed.
+        codes = lax.optimization_barrier(padded(x.codes, (filled_rows, size)).T)
+        words = lax.bitcast_convert_type(codes.reshape(size, -1, TILE // 4, 4), jnp.uint32)
+        words = jnp.take(words, index, axis=1, mode="clip") & mask[None]
+        codes = lax.bitcast_convert_type(words, codes.dtype).reshape(size, -1)
+        return codes, jnp.take(_scales(x, (filled_rows, size), (TILE, 1)), index, axis=0, mode="clip")
 
-    (left, lhs_scale), (right, rhs_scale) = side_by_side(a), side_by_side(b)
-    tiling = _tiling_of_groups(left.shape[0], right.shape[0], experts)
-    out = _by_kernel(tiling, ragged.out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
-    return out.reshape(experts, left.shape[0], right.shape[0])[:, :depth, :columns]
+    left, left_scale = side_by_side(a, filled_depth)
+    right, right_scale = side_by_side(b, filled_columns)
+    num_tiles = np.int32(filled_depth // TILE)
 
+    def block(t: Any, b: Any, first: Any, number: Any) -> Block:
+        row = lax.rem(t, num_tiles)
+        return Block(row, 0, first[lax.div(t, num_tiles)] + b, row)
 
-def _per_row(scale: jax.Array, height: int, rows: int) -> jax.Array:
-    """Returns scales ``(rows, blocks)``, one per row, from those of blocks of ``height`` rows."""
-    return jnp.repeat(scale, height, axis=0)[:rows]
-
-
-def _by_kernel(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:
-    """Calls ``tiled_gemm``."""
-    lhs, rhs, lhs_scale, rhs_scale, table = operands
-    scales = lhs_scale.astype(jnp.float32), rhs_scale.astype(jnp.float32)
-    # Pallas's pipeline divides an int32 by Python integers, which would be int64 under jax_enable_x64.
-    with jax.named_scope(GROUPED_GEMM), jax.enable_x64(False):
-        return tiled_gemm(
-            lhs,
-            rhs,
-            *scales,
-            table,
-            tiling=tiling,
-            out_dtype=out_dtype,
-            name=GROUPED_GEMM,
-            interpret=interpret,
-        )
+    out = tiled_gemm(
+        left,
+        right,
+        left_scale,
+        right_scale,
+        visits.first,
+        visits.number,
+        num_blocks=lambda t, first, number: number[lax.div(t, num_tiles)],
+        block=block,
+        shape=(group_sizes.size * filled_depth, filled_columns),
+        out_dtype=ragged.gemm.out_dtype,
+        name=GROUPED_GEMM,
+        interpret=interpret,
+    )
+    return out.reshape(-1, filled_depth, filled_columns)[:, :depth, :columns]
 
 
-def _up(size: int, multiple: int = BLOCK) -> int:
-    """Rounds a size up to a multiple of ``multiple``."""
-    return -(-size // multiple) * multiple
+def _scales(x: QTensor, sizes: tuple[int, ...], units: tuple[int, ...]) -> jax.Array:
+    """Returns the float32 scale of each unit of a tensor that is padded to ``sizes``.
 
-
-def _filled(x: jax.Array, *sizes: int) -> jax.Array:
-    """Pads an array with zeros at the end of each dimension, to these sizes."""
-    if x.shape == sizes:
-        return x
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, size - have, 0) for size, have in zip(sizes, x.shape)])
+    Args:
+        x: the tensor.
+        sizes: the padded sizes.
+        units: for each dimension, the number of elements of a unit.
+    """
+    scale = x.scale.astype(jnp.float32).reshape(x.scale.shape or (1,) * x.ndim)
+    for axis, (size, unit) in enumerate(zip(sizes, units)):
+        width = x.block[axis] if x.block else x.shape[axis] // scale.shape[axis]
+        index = lax.iota(np.int32, size // unit) * np.int32(unit) // np.int32(width)
+        scale = jnp.take(scale, index, axis=axis, mode="clip")
+    return scale

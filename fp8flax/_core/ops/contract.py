@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
-from fp8flax._core.gemm.casts import quantize_blocks
+from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
@@ -299,10 +299,8 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
 
 def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
     """Quantizes a canonical tensor in blocks for both products."""
-    first, second = plan.dims[role]
-    inf_is_nan = role == "output_grad"
-    cast = partial(quantize_blocks, quantizer, first=first, second=second, inf_is_nan=inf_is_nan)
-    one, other = no_derivative(cast)(x)
+    cast = Cast(quantizer, *plan.dims[role], inf_is_nan=role == "output_grad")
+    one, other = no_derivative(partial(quantize_blocks, cast))(x)
     # A GPU makes the codes of square blocks in the order of each product.
     return one, one if quantizer.serves_both and not compute_capability() else other
 

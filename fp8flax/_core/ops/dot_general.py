@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.gemm.units import warn_if_emulated
+from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.names import FORWARD
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import (

@@ -12,10 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.gemm import sum_dtype_of
-from fp8flax._core.gemm.kernels.groups import ends_of_groups
+from fp8flax._core.gemm.gpus import warn_if_emulated
+from fp8flax._core.gemm.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
-from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.modes import check_operands, run, traced
@@ -68,10 +67,7 @@ class RaggedContraction(Contraction):
     def product(self, name: str) -> Callable[..., jax.Array]:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        out_dtype = gemm.out_dtype
-        if name == WGRAD:  # the sum over the tiles of an expert
-            gemm = gemm._replace(out_dtype=sum_dtype_of(out_dtype))
-        ragged = Ragged(gemm, out_dtype, is_sum=name == WGRAD, is_transposed=name == FORWARD)
+        ragged = Ragged(gemm, is_sum=name == WGRAD, is_transposed=name == FORWARD)
         return partial(multiply_ragged, ragged)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:

@@ -1,7 +1,7 @@
-"""The GPU that a program is compiled for."""
+"""The GPU that a program is compiled for, and who is warned that FP8 is emulated."""
 
-import sys
 import types
+import warnings
 from functools import partial
 
 import jax
@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import find_target, lower_for
 from fp8flax._core.gemm.gpus import (
     GPUS,
+    NATIVE_FP8,
     compile_target,
     compute_capability,
     compute_capability_of,
-    has_fp8_units,
     is_hopper,
 )
-from tests.cases import dense_step, struct
+from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
+from tests.cases import MATMUL
 
 
 def device(platform, capability):
@@ -27,20 +29,18 @@ def device(platform, capability):
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "number", "has_units"),
+    ("platform", "capability", "number"),
     [
-        ("cpu", None, 0, False),
-        ("gpu", "8.0", 8.0, False),
-        ("gpu", "8.9", 8.9, True),
-        ("cuda", "10.0", 10.0, True),
-        ("gpu", "gfx942", 0, True),
-        ("rocm", None, 0, True),
-        ("tpu", None, 0, True),
+        ("cpu", None, 0),
+        ("gpu", "8.0", 8.0),
+        ("cuda", "10.0", 10.0),
+        ("gpu", "gfx942", 0),
+        ("rocm", None, 0),
+        ("tpu", None, 0),
     ],
 )
-def test_the_capability_of_a_device(platform, capability, number, has_units):
+def test_the_capability_of_a_device(platform, capability, number):
     assert compute_capability_of(device(platform, capability)) == number
-    assert has_fp8_units(device(platform, capability)) == has_units
 
 
 def test_the_target_comes_before_the_first_device():
@@ -52,41 +52,51 @@ def test_the_target_comes_before_the_first_device():
 @pytest.mark.parametrize("key", GPUS)
 def test_properties_follow_from_the_capability(key):
     gpu = GPUS[key]
-    assert gpu.has_fp8_units == (gpu.fp8 > 0)
+    has_units = gpu.compute_capability >= NATIVE_FP8
+    assert has_units == (gpu.fp8 > 0)
     assert is_hopper(gpu.compute_capability) == (key in ("h100", "h200"))
-    if gpu.has_fp8_units:
+    if has_units:
         assert 1.5 < gpu.fp8 / gpu.bf16 < 2
 
 
-def of_experts():
-    op = fp8.Fp8RaggedDotOp(recipe=fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3))
-    args = struct(512, 256), struct(4, 256, 384), struct(4, dtype=jnp.int32)
-    return jax.grad(lambda *xs: jnp.sum(op.apply({}, *xs).astype(jnp.float32)), (0, 1)), *args
+DOT = partial(fp8_dot_general, dimension_numbers=MATMUL), jnp.zeros((2, 32)), jnp.zeros((32, 2))
+RAGGED = fp8_ragged_dot, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
+BLOCKS, MX = fp8.Float8BlockScaling(), fp8.MXFP8BlockScaling()
+BLOCKS_F32 = fp8.Float8BlockScaling(use_f32_scales=True)
+E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 
 
-def of_dense(recipe):
-    return dense_step(256, 512, 384, partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-
-
-@pytest.mark.long
-@pytest.mark.newest
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("program", "target"),
+    ("op", "recipe", "capability", "is_told"),
     [
-        (of_experts, "h200"),
-        (partial(of_dense, fp8.Float8BlockScaling()), "h200"),
+        (DOT, fp8.Float8CurrentScaling(), 9.0, False),
+        (DOT, MX, 9.0, True),
+        # Blackwell's units take scales that are powers of two, but not e5m2 by e5m2.
+        (DOT, MX, 10.0, False),
+        (DOT, BLOCKS, 10.0, False),
+        (DOT, BLOCKS_F32, 10.0, True),
+        (DOT, E5M2_TWICE, 10.0, True),
+        (RAGGED, BLOCKS, 9.0, False),
+        # Its block-scaled GEMM is none of a ragged dot.
+        (RAGGED, BLOCKS, 10.0, True),
     ],
-    ids=["experts", "quantize blocks"],
 )
-def test_programs_need_no_triton_backend(program, target, monkeypatch):
-    """JAX will remove Pallas's Triton backend. XLA then computes what our kernels did."""
+def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(
+    op, recipe, capability, is_told, monkeypatch
+):
+    monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
+    f, *args = op
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(partial(f, recipe=recipe, states=States()), *args)
+    assert all(issubclass(w.category, fp8.Fp8EmulationWarning) for w in caught)
+    assert ["no units" in str(w.message) for w in caught] == [True] * is_told
 
-    def lowered():
-        step, *args = program()  # a new function, which JAX has not traced
-        return lower_for(find_target(target), step, tuple(args)).as_text()
 
-    assert "xla.gpu.triton" in lowered()
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    jax.clear_caches()
-    assert "xla.gpu.triton" not in lowered()
+def test_emulation_warns_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            fp8_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, recipe=fp8.Float8CurrentScaling())
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
+    assert "emulated on cpu" in str(caught[0].message)

@@ -1,4 +1,4 @@
-"""The FP8 matmul of a mixture of experts beside NumPy, one expert at a time, and the layer made of it."""
+"""The FP8 matmul of a mixture of experts beside NumPy, one expert at a time."""
 
 import re
 from functools import cache, partial
@@ -17,13 +17,14 @@ from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
-from tests.cases import with_reference
+from tests.cases import struct, with_reference
 from tests.gpus import run_branch_for_gpus
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
 RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
+    "current": fp8.Float8CurrentScaling(),
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
     "blocks": fp8.Float8BlockScaling(),  # of rows, which for wgrad several experts share
 }
@@ -36,65 +37,59 @@ SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (75, 75
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+ROLES = {"input": (), "kernel": (EXPERTS,), "output_grad": ()}
+
+
 class RaggedStep:
-    """A step in NumPy, accumulated in float64, by a loop over experts."""
+    """A step in NumPy, accumulated in float64, by a loop over experts; keeps the state."""
 
     def __init__(self, name):
         self.name = name
-        self.dtypes = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
-        shapes = {"input": (), "kernel": (EXPERTS,), "output_grad": ()}
-        self.scale = {role: np.ones((*shape, 1), np.float32) for role, shape in shapes.items()}
-        self.history = {role: np.zeros((*shape, LENGTH), np.float32) for role, shape in shapes.items()}
+        self.state = {
+            f"{role}_{leaf}": np.full((*shape, size), value, np.float32)
+            for role, shape in ROLES.items()
+            for leaf, size, value in (("scale", 1, 1), ("amax_history", LENGTH, 0))
+        }
 
-    def _delayed(self, role, x, scale, history):
-        """Returns what is left of a tensor, and its next state."""
-        dtype = self.dtypes[role]
-        scale = reference.next_scale(history, scale, dtype)
+    def _delayed(self, role, x, expert=...):
+        """Returns a tensor after quantization with the state, and updates the state."""
+        dtype = "float8_e5m2" if role == "output_grad" else "float8_e4m3fn"
+        scale, history = (self.state[f"{role}_{leaf}"][expert] for leaf in ("scale", "amax_history"))
+        scale[...] = reference.next_scale(history, scale, dtype)
         with np.errstate(invalid="ignore"):
             left = reference.quantize(x, dtype, scale).astype(np.float64) * np.float64(scale)
-        return left, scale, reference.next_history(x, history)
+        history[...] = reference.next_history(x, history)
+        return left
 
-    def _left(self, role, x, axis):
-        """Returns a matrix after quantization for the GEMM that contracts ``axis``."""
+    def _quantized(self, x, w, g):
+        """Returns for each role the tensor after quantization along its last and its other dimension."""
         if self.name == "delayed":
-            return self.left[role]
+            kernels = [self._delayed("kernel", one, e) for e, one in enumerate(w)]
+            x, g = self._delayed("input", x), self._delayed("output_grad", g)
+            return (x, x), (g, g), (kernels, kernels)
         gemms = RECIPES[self.name].gemms
-        quantizers = {"input": gemms.forward.lhs, "kernel": gemms.forward.rhs}
-        return with_reference(quantizers.get(role, gemms.dgrad.lhs), x, axis)
+        return (
+            [with_reference(gemms.forward.lhs, x, axis) for axis in (1, 0)],
+            [with_reference(gemms.dgrad.lhs, g, axis) for axis in (1, 0)],
+            [[with_reference(gemms.forward.rhs, one, axis) for one in w] for axis in (1, 0)],
+        )
 
     def __call__(self, x, w, g, sizes):
         """Returns ``(out, dx, dw)``, and the same of all magnitudes: how far rounding may be off."""
         ends = np.minimum(np.cumsum(sizes), len(x))
-        starts = np.concatenate([[0], ends[:-1]])
         used = slice(0, ends[-1])
         results = [[np.zeros(a.shape) for a in (g, x, w)] for _ in range(2)]
-        if self.name == "delayed":
-            self.left = {}
-            for role, tensor in (("input", x[used]), ("output_grad", g[used])):
-                step = self._delayed(role, tensor, self.scale[role], self.history[role])
-                self.left[role], self.scale[role], self.history[role] = step
-        for e, (start, end) in enumerate(zip(starts, ends)):
-            if self.name == "delayed":
-                step = self._delayed("kernel", w[e], self.scale["kernel"][e], self.history["kernel"][e])
-                self.left["kernel"], self.scale["kernel"][e], self.history["kernel"][e] = step
+        (x, x_wgrad), (g, g_wgrad), (w_dgrad, w) = self._quantized(x[used], w, g[used])
+        for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends)):
             rows = slice(start, end)
-            factors = (
-                (self._left("input", x[used], 1)[rows], self._left("kernel", w[e], 0)),
-                (self._left("output_grad", g[used], 1)[rows], self._left("kernel", w[e], 1).T),
-                (self._left("input", x[used], 0)[rows].T, self._left("output_grad", g[used], 0)[rows]),
-            )
+            factors = (x[rows], w[e]), (g[rows], w_dgrad[e].T), (x_wgrad[rows].T, g_wgrad[rows])
             for (out, dx, dw), f in zip(results, (np.asarray, np.abs)):
                 out[rows], dx[rows], dw[e] = (f(lhs) @ f(rhs) for lhs, rhs in factors)
         return results
 
 
-def state_of(reference_step):
-    """Returns it as it is now: the next step changes it in place, and JAX may not copy what it is given."""
-    return {
-        f"{role}_{leaf}": getattr(reference_step, field)[role].copy()
-        for role in reference_step.dtypes
-        for leaf, field in (("scale", "scale"), ("amax_history", "history"))
-    }
+def fresh_state():
+    return jax.tree.map(jnp.asarray, RaggedStep("delayed").state)
 
 
 @cache
@@ -131,27 +126,26 @@ def check(actual, results):
 
 @pytest.mark.optimized
 @pytest.mark.newest
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["delayed", "axiswise", "blocks"])
 def test_steps_beside_numpy(name):
     """Results, both gradients and the next states, of steps with growing data and other groups."""
-    theirs, state = RaggedStep(name), {}
-    if name == "delayed":
-        state = jax.tree.map(jnp.asarray, state_of(theirs))
+    theirs, state = RaggedStep(name), fresh_state() if name == "delayed" else {}
     for i, sizes in enumerate(SIZES):
         x, w, g = data(i, (3.0 * 2**i, 0.1 * 2**i, 1e-3 / 2**i))
         *actual, state = make_step(name)(state, x, w, g, np.array(sizes))
         check(actual, theirs(x, w, g, np.array(sizes)))
         for leaf, value in state.items():
-            np.testing.assert_array_equal(value, state_of(theirs)[leaf], err_msg=f"{leaf}, step {i}")
+            np.testing.assert_array_equal(value, theirs.state[leaf], err_msg=f"{leaf}, step {i}")
 
 
-def test_rows_that_belong_to_no_expert_do_nothing():
-    """Whatever they hold, they reach no result, no gradient and no amax."""
-    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_rows_that_belong_to_no_expert_do_nothing(name):
+    """Whatever they hold, they reach no result, no gradient, no scale and no amax."""
+    state = fresh_state() if name == "delayed" else {}
     (x, w, g), sizes = data(0), np.array(SIZES[0])
-    expected = make_step("delayed")(state, x, w, g, sizes)
-    x[sizes.sum() :], g[sizes.sum() :] = np.nan, np.inf
-    actual = make_step("delayed")(state, x, w, g, sizes)
+    expected = make_step(name)(state, x, w, g, sizes)
+    x[sizes.sum() :], g[sizes.sum() :] = (np.nan, np.inf) if name == "delayed" else (1e6, 1e6)
+    actual = make_step(name)(state, x, w, g, sizes)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
@@ -159,13 +153,11 @@ def test_rows_that_belong_to_no_expert_do_nothing():
 def test_a_nan_stays_with_its_row_and_expert(value):
     """It shows in what is computed of it, also beside rows of other experts, and in no state."""
     sizes = np.array(SIZES[0])
-    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+    state = fresh_state()
     x, w, g = data(0)
     x[130, 5], g[110, 7] = value, value  # both of expert 2; one of their tiles has rows of experts 3 and 0
     out, dx, dw, new_state = make_step("delayed")(state, x, w, g, sizes)
-    is_nan = bool(
-        np.isnan(value)
-    )  # of the input an Inf saturates; of the cotangent it says that it overflowed
+    is_nan = bool(np.isnan(value))  # an Inf of the input saturates; one of the cotangent becomes a NaN
     assert np.isnan(out).any(1).nonzero()[0].tolist() == [130] * is_nan
     assert np.isnan(dx).any(1).nonzero()[0].tolist() == [110]
     assert np.isnan(dw).any((1, 2)).nonzero()[0].tolist() == [2]
@@ -206,27 +198,10 @@ def small_variables():
 def test_variables_of_the_op():
     _, variables = small_variables()
     assert {name: leaf.shape for name, leaf in variables[OWG].items()} == {
-        "input_scale": (1,),
-        "input_amax_history": (2,),
-        "kernel_scale": (3, 1),
-        "kernel_amax_history": (3, 2),
-        "output_grad_scale": (1,),
-        "output_grad_amax_history": (2,),
+        f"{role}_{leaf}": (*shape, size)
+        for role, shape in {**ROLES, "kernel": (3,)}.items()
+        for leaf, size in (("scale", 1), ("amax_history", 2))
     }
-
-
-def one_after_another(op, variables, xs, w, sizes):
-    """The reference: every example by itself, the states merged by maximum."""
-    results = [plain_step()(variables, x, w, size) for x, size in zip(xs, sizes)]
-    states = [result[0][OWG] for result in results]
-    merged = jax.tree.map(lambda *leaves: np.max(np.stack(leaves), axis=0), *states)
-    return merged, np.stack([r[1] for r in results]), sum(r[2] for r in results)
-
-
-@cache
-def plain_step():
-    op, _ = small_variables()
-    return jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
 
 
 def microbatches(op, variables, xs, w, sizes):
@@ -245,42 +220,30 @@ def rematerialized_microbatches(op, variables, xs, w, sizes):
     return jax.checkpoint(partial(microbatches, op), policy=keep)(variables, xs, w, sizes)
 
 
-@pytest.mark.parametrize("way", [rematerialized_microbatches, over_examples])
-def test_as_one_example_after_another(way):
-    op, variables = small_variables()
-    xs, w = small(batch=(2,))
-    xs[1] *= 2
-    sizes = np.array([[5, 0, 6], [0, 4, 8]])
-    state, dx, dw = one_after_another(op, variables, xs, w, sizes)
-    actual = jit(fp8.grad(partial(way, op), (0, 1, 2)))(variables, xs, w, sizes)
-    jax.tree.map(np.testing.assert_array_equal, actual[0][OWG], state)
-    np.testing.assert_array_equal(actual[1], dx)
-    np.testing.assert_array_equal(actual[2], dw)
-
-
-def test_experts_on_two_devices():
+def on_two_devices(op, variables, xs, w, sizes):
     """Each device has its own rows and all experts: gradients add, states merge by maximum."""
-    op, variables = small_variables()
-    xs, w = small(batch=(2,))
-    sizes = np.array([[5, 0, 6], [0, 4, 8]])
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def of_shard(variables, x, w, size):
         return lax.psum(loss_of(op, variables, x[0], w, size[0]), "data")
 
     specs = (P(), P("data"), P(), P("data"))
-    loss = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())
-    actual = jit(fp8.grad(loss, (0, 1, 2)))(variables, xs, w, sizes)
-    state, dx, dw = one_after_another(op, variables, xs, w, sizes)
-    jax.tree.map(np.testing.assert_array_equal, actual[0][OWG], state)
-    np.testing.assert_array_equal(actual[1], dx)
-    np.testing.assert_array_equal(actual[2], dw)
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())(variables, xs, w, sizes)
 
 
-def test_without_jit():
-    x, _ = small()
-    jitted = jit(call)(x)
-    np.testing.assert_array_equal(call(x), jitted)
+def test_as_one_example_after_another():
+    """Every example by itself, the states merged by maximum, gives the same as both examples at once."""
+    op, variables = small_variables()
+    xs, w = small(batch=(2,))
+    xs[1] *= 2
+    sizes = np.array([[5, 0, 6], [0, 4, 8]])
+    plain = jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
+    states, dxs, dws = zip(*(plain(variables, x, w, size) for x, size in zip(xs, sizes)))
+    state = jax.tree.map(lambda *leaves: np.max(np.stack(leaves), axis=0), *states)
+    for way in (rematerialized_microbatches, over_examples, on_two_devices):
+        actual = jit(fp8.grad(partial(way, op), (0, 1, 2)))(variables, xs, w, sizes)
+        expected = state, np.stack(dxs), sum(dws)
+        jax.tree.map(partial(np.testing.assert_array_equal, err_msg=way.__name__), actual, expected)
 
 
 def test_one_row():
@@ -292,7 +255,9 @@ def test_one_row():
         out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
         return out, *vjp(jnp.ones_like(out))
 
-    ours = run(partial(fp8_ragged_dot, states=States(), recipe=recipe), x[:1], w)
+    dot = partial(fp8_ragged_dot, states=States(), recipe=recipe)
+    ours = run(dot, x[:1], w)
+    np.testing.assert_array_equal(dot(x[:1], w, sizes), ours[0])  # without jit
     for a, b in zip(ours, run(lax.ragged_dot, x[:1], w)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_array_equal(a, b)
@@ -312,9 +277,8 @@ def test_no_row():
 def test_calibrate_knows_every_expert():
     op, variables = small_variables()
     x, w = small()
-    state = fp8.calibrate(lambda v, batch: op.apply(v, *batch), variables, [(x, w, jnp.array([5, 0, 6]))])[
-        OWG
-    ]
+    batches = [(x, w, jnp.array([5, 0, 6]))]
+    state = fp8.calibrate(lambda v, batch: op.apply(v, *batch), variables, batches)[OWG]
     np.testing.assert_array_equal(state["kernel_amax_history"][:, 0], np.abs(w).max((1, 2)))
     assert state["input_amax_history"][0] == np.abs(x[:11]).max()
     expected = [[fp8.compute_scale(amax, 1.0, 448.0)] for amax in np.abs(w).max((1, 2))]
@@ -325,24 +289,19 @@ def test_calibrate_knows_every_expert():
 # Errors.
 
 
-def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
-    default_x, default_w = small()
-    x, w = default_x if x is None else x, default_w if w is None else w
-    recipe = fp8.Float8CurrentScaling() if recipe is None else recipe
-    return fp8_ragged_dot(x, w, jnp.asarray(sizes), states=states or States(), recipe=recipe, **kwargs)
+def call(x=None, w=None, sizes=(5, 0, 6)):
+    x, w = (default if given is None else given for given, default in zip((x, w), small()))
+    recipe = fp8.Float8CurrentScaling()
+    return fp8_ragged_dot(x, w, jnp.asarray(sizes), states=States(), recipe=recipe)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
         ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(2, 3, 8\)"),
-        ({"w": np.ones((3, 7, 5), np.float32)}, ValueError, r"\(3, 7, 5\)"),
         ({"w": np.ones((0, 8, 5), np.float32)}, ValueError, "one expert or more"),
         ({"sizes": (5, 6)}, ValueError, r"shape \(3,\).*got \(2,\)"),
         ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "integers"),
-        ({"x": np.ones((12, 8), np.int32)}, TypeError, "lhs"),
-        ({"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type must be"),
-        ({"precision": "highst"}, ValueError, "Precision"),
     ],
 )
 def test_refused(arguments, error, match):
@@ -355,14 +314,10 @@ def test_state_of_other_experts_is_refused():
     x, w = small()
     with pytest.raises(ValueError, match="kernel_scale"):
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
-    with pytest.raises(fp8.MissingStateError, match="Fp8RaggedDotOp.*input_scale"):
-        op.apply({}, x, w, jnp.array([5, 0, 6]))
 
 
-def test_forward_mode_and_second_derivatives_are_refused():
+def test_second_derivatives_are_refused():
     x, _ = small()
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: call(x), (x,), (x,))
     with pytest.raises(TypeError, match="can be differentiated once"):
         jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(call(x) ** 2))(x) ** 2)), x)
 
@@ -382,42 +337,31 @@ def test_explicit_axes_are_refused():
 @pytest.mark.newest
 @pytest.mark.usefixtures("gpu")
 def test_three_gemms_in_fp8_tile_by_tile():
-    """All in FP8 units, and with less than half of the operations of lax.ragged_dot, which XLA expands.
-
-    On Blackwell: Hopper has a kernel for all tiles.
-    """
+    """On Blackwell: Hopper has a kernel for all tiles. XLA would multiply all rows by all kernels."""
     rows, experts, depth, columns = 4096, 8, 512, 1024
-    x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((experts, depth, columns), jnp.bfloat16)
-    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+    op = fp8.Fp8RaggedDotOp(recipe=fp8.Float8CurrentScaling())
 
-    def step(dot, x, w, sizes):
-        out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
+    def step(x, w, sizes):
+        out, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, sizes), x, w)
         return vjp(out)
 
-    fp8_dot = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8CurrentScaling())
-    ours, theirs = (
-        fp8.audit(partial(step, dot), x, w, sizes, target="b200") for dot in (fp8_dot, lax.ragged_dot)
-    )
-    assert [ours.num_fp8_gemms, ours.num_gemms] == [3, 3]
-    assert {(gemm.role, gemm.backend, gemm.accumulation) for gemm in ours.gemms} == {
+    args = struct(rows, depth), struct(experts, depth, columns), struct(experts, dtype=jnp.int32)
+    report = fp8.audit(step, *args, target="b200")
+    assert report.num_fp8_gemms == report.num_gemms == 3
+    assert {(gemm.role, gemm.backend, gemm.accumulation) for gemm in report.gemms} == {
         ("forward", "cublasLt", "fast"),
         ("dgrad", "cublasLt", "exact"),
         ("wgrad", "cublasLt", "exact"),
     }
-    floor = 6 * rows * depth * columns
-    tile = ragged._Tiles(rows, experts).tile
-    assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
-    # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
-    assert theirs.flops == floor * experts
+    tiles = 1 + (experts - 1) * ragged.tile_of(rows, experts) / rows
+    assert report.flops == 6 * rows * depth * columns * tiles < 6 * rows * depth * columns * experts / 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["delayed", "blocks", "MXFP8"])
+@pytest.mark.parametrize("name", ["delayed", "blocks"])
 def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(name, monkeypatch):
     """Four CPUs, as A100s do it. Each has one expert, and rows that do not fill the last tile."""
-    recipe = {**RECIPES, "MXFP8": fp8.MXFP8BlockScaling()}[name]
-    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+    op = fp8.Fp8RaggedDotOp(recipe=RECIPES[name])
     rows, depth, columns = 512 if name == "blocks" else 640, 256, 384
     rng = np.random.default_rng(0)
     shapes = (rows, depth), (EXPERTS, depth, columns), (rows, columns)

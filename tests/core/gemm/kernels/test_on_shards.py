@@ -12,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16
-from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, _letters
+from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.qtensor import Dims
+from tests.cases import cells
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -39,10 +40,18 @@ def mesh():
     )
 
 
+def has_gathered(run, *args, shape):
+    """Returns whether the compiled program gathers an array whose shape ends so."""
+    return bool(re.search(rf"= \w+\[[\d,]*{shape}\]\S* all-gather", run.lower(*args).compile().as_text()))
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("way", "is_square"),
-    [*((way, False) for way in SPLITS), *((way, True) for way in ("rows", "summed", "matrices"))],
+    cells(
+        [*((way, False) for way in SPLITS), *((way, True) for way in ("rows", "summed", "matrices"))],
+        repeated=[("rows", False), ("matrices", False), ("rows", True)],
+    ),
 )
 def test_the_gemm_of_split_operands(way, is_square):
     """A reference multiplies on each of eight CPUs; the sizes that are not whole blocks are filled up."""
@@ -60,7 +69,6 @@ def test_the_gemm_of_split_operands(way, is_square):
         quantizer.quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), Dims(3, axes, 1))
         for quantizer, shape, axes in zip(quantizers, shapes, contract)
     ]
-    expected = _in_bfloat16(gemm, *operands)
     specs = SPLITS[way]
     if is_square:
         batch, columns, depth = (*specs[1], None, None, None)[:3]
@@ -70,113 +78,52 @@ def test_the_gemm_of_split_operands(way, is_square):
         dataclasses.replace(x, codes=NamedSharding(mesh(), spec), scale=None)
         for spec, x in zip(specs, operands)
     ]
-    run = jax.jit(partial(gemm_on_shards, _in_bfloat16, gemm, name=""), in_shardings=tuple(shardings))
-    np.testing.assert_allclose(run(*operands), expected, rtol=1e-5, atol=1e-4)
+    of_parts = on_shards(partial(_in_bfloat16, gemm), *_letters(gemm, *operands))
+    run = jax.jit(of_parts, in_shardings=tuple(shardings))
+    np.testing.assert_allclose(run(*operands), _in_bfloat16(gemm, *operands), rtol=1e-5, atol=1e-4)
     if way in ("rows", "over both axes"):
-        text = run.lower(*operands).compile().as_text()
-        assert not re.search(r"= \S+,512\]\S* all-gather", text)
+        assert not has_gathered(run, *operands, shape=",512")
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("spec", "block"),
+    ("sizes", "spec", "block"),
     [
-        (P(), (1, 128)),
-        (P(None, "a"), (128, 128)),
-        (P(None, "b", "a"), (1, 128)),
-        (P("b", None, "a"), (128, 128)),
-        (P(None, ("a", "b")), (1, 128)),
-        (P(None, None, ("b", "a")), (128, 128)),
+        ((512, 512), P(), (1, 128)),
+        ((512, 512), P(None, "b", "a"), (1, 128)),
+        ((512, 512), P("b", None, "a"), (128, 128)),
+        ((512, 512), P(None, ("a", "b")), (1, 128)),  # fewer blocks than devices
+        ((512, 512), P(None, None, ("b", "a")), (128, 128)),
+        # The last block of a dimension is partial.
+        ((512, 300), P(None, "b", "a"), (1, 128)),
+        ((300, 512), P(None, "b", "a"), (128, 128)),
     ],
     ids=str,
 )
-def test_split_tensors_are_quantized_as_whole_ones(spec, block):
-    """Four blocks over four devices, and over eight, which takes fewer."""
-    on = mesh()
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 512, 512)), jnp.float32)
-    quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
-
-    def twin(x):
-        return tuple(quantizer.quantize(x, Dims(3, (contract,), 1)) for contract in (2, 1))
-
-    expected = jax.jit(twin)(x)
-    run = jax.jit(partial(quantize_on_shards, twin, name=""), in_shardings=NamedSharding(on, spec))
-    jax.tree.map(np.testing.assert_array_equal, run(x), expected)
-    gathered = re.findall(r"= (\w+\[\S*) all-gather", run.lower(x).compile().as_text())
-    assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "block"),
-    [((512, 300), (1, 128)), ((300, 512), (128, 128)), ((200, 300), (1, 128))],
-    ids=str,
-)
-def test_a_dimension_that_ends_in_a_partial_block_is_not_split(sizes, block):
+def test_split_tensors_are_quantized_as_whole_ones(sizes, spec, block):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, *sizes)), jnp.float32)
     quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
 
     def pair(x):
         return tuple(quantizer.quantize(x, Dims(3, (contract,), 1)) for contract in (2, 1))
 
-    split = partial(quantize_on_shards, pair, name="")
-    run = jax.jit(split, in_shardings=NamedSharding(mesh(), P(None, "b", "a")))
+    run = jax.jit(on_shards(pair, ["abc"], ("abc", "abc")), in_shardings=NamedSharding(mesh(), spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), jax.jit(pair)(x))
+    is_gathered = sizes != (512, 512) or any(isinstance(names, tuple) for names in spec)
+    assert is_gathered or not has_gathered(run, x, shape="512,512")
 
 
-RAGGED = {
-    # The dimensions of the operands and of the result, and how each operand is split.
-    "rows and columns": (("mk", "enk", "mn"), P("a"), P(None, "b")),
-    "rows over both axes": (("mk", "enk", "mn"), P(("a", "b")), P("a")),
-    "blocks of columns": (("mk", "enk", "mn"), P("b"), P(None, "a")),
-    "sums of blocks": (("mk", "mn", "ekn"), P("a"), P("a")),
-    "sums of fewer blocks than devices": (("mk", "mn", "ekn"), P(("a", "b")), P()),
-}
+def test_sums_of_parts_that_know_their_place():
+    """Capital letters follow the operands with small letters, and a dimension without letter is whole."""
+    x, w = (jnp.asarray(np.random.default_rng(0).integers(-4, 5, (64, 3)), jnp.float32) for _ in "xw")
 
+    def weighted(x, w, rows):
+        return jnp.einsum("mk,mn,m->kn", x, w, rows.astype(jnp.float32))
 
-# Experts that are split, and fewer blocks than devices.
-GATHERED = {"rows over both axes", "blocks of columns", "sums of fewer blocks than devices"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", RAGGED)
-def test_ragged_dots_of_split_operands(way):
-    """A reference computes in the place of the kernel, on eight CPUs, for groups of any sizes."""
-    on = mesh()
-    dims, *specs = RAGGED[way]
-    rng, size_of = np.random.default_rng(0), {"m": 512, "k": 256, "n": 256, "e": 4}
-    kinds = fp8.CurrentQuantizer(dtype=E4M3), fp8.BlockQuantizer(dtype=E4M3, block=(1, 128))
-
-    has_blocks = "blocks" in way
-
-    def operand(names):
-        shape, is_kernel, block = tuple(size_of[name] for name in names), "e" in names, ()
-        if has_blocks:
-            places = {"enk": (1, 128, 128), "mk": (1, 128)}
-            block = (128, 1) if "sums" in way else places[names]
-            scale_shape = tuple(size // width for size, width in zip(shape, block))
-        else:
-            scale_shape = (*shape[:1], 1, 1) if is_kernel else ()
-        scale = jnp.asarray(2.0 ** rng.integers(-3, 3, scale_shape), jnp.float32)
-        return QTensor(jnp.asarray(rng.normal(size=shape), E4M3), scale, kinds[has_blocks], block)
-
-    def twin(lhs, rhs, sizes):
-        left, right = lhs.dequantize(jnp.float32), rhs.dequantize(jnp.float32)
-        sizes = jnp.clip(sizes, 0, 512)[None]
-        ends, row = jnp.cumsum(sizes, axis=1), jnp.arange(left.shape[0])[:, None]
-        mine = ((row < ends) & (row >= ends - sizes)).astype(jnp.float32)
-        return jnp.einsum(f"{dims[0]},{dims[1]},me->{dims[2]}", left, right, mine)
-
-    qs, expected = (operand(dims[0]), operand(dims[1])), jax.jit(twin)
-    shardings = [
-        dataclasses.replace(x, codes=NamedSharding(on, spec), scale=None) for spec, x in zip(specs, qs)
-    ]
-    split = jax.jit(partial(ragged_on_shards, twin, dims), in_shardings=(*shardings, None))
-    for sizes in ((100, 0, 253, 90), (0, 0, 512, 0), (9, 999, 5, -7)):
-        args = *qs, jnp.array(sizes, jnp.int32)
-        np.testing.assert_allclose(split(*args), expected(*args), rtol=1e-5, atol=1e-3)
-    text = split.lower(*args).compile().as_text()
-    assert bool(re.search(r"= f\S+ all-gather", text)) == (way in GATHERED)
-
-
-def _is_pair(names):
-    return isinstance(names, tuple)
+    rows = jnp.arange(64)
+    run = jax.jit(
+        on_shards(weighted, ("m-", "mn", "M"), "-n"),
+        in_shardings=(*[NamedSharding(mesh(), P(("a", "b")))] * 2, NamedSharding(mesh(), P())),
+    )
+    np.testing.assert_array_equal(run(x, w, rows), weighted(x, w, rows))
+    assert not has_gathered(run, x, w, rows, shape=",3")

@@ -1,4 +1,6 @@
-"""The GPU kernel for groups of rows, interpreted step by step, with a tiling of its own, beside NumPy."""
+"""The GPU kernel for Hopper's FP8 units, interpreted step by step, beside float64."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,50 +8,114 @@ import numpy as np
 import pytest
 
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
+from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from tests.cases import error_of_product, tiled_gemm_in_jax
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def tile(table, t):
-    """Two tiles of the result: each is the product of the rows that the table says."""
-    row, zero = t * np.int32(128), jnp.int32(0)
-    return Tile(table[0, t], zero, zero, jnp.int32(1), row, zero, table[1, t])
+def interpreted(f, **kwargs):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return jax.jit(partial(f, **kwargs, interpret=InterpretGPUParams()))
 
 
-OPERANDS = [
-    jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float8_e4m3fn)
-    for shape in ((384, 128), (128, 128))
-]
-TILING = Tiling(256, 128, 2, False, tile)
-TABLE = np.int32([[256, 0], [128, 40]])
+@pytest.fixture
+def _one_core(monkeypatch):
+    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
+    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
 
 
-def multiply(lhs, rhs, table, **options):
-    scales = jnp.full(1, 2.0), jnp.full(1, 0.25)
-    return tiled_gemm(
-        lhs, rhs, *scales, table, tiling=TILING, out_dtype=jnp.float32, name="tiles", **options
-    )
+# Three rows of tiles: two blocks with rows of the right operand that differ, no block, one block.
+TABLE = np.int32([[0, 2, 2], [2, 0, 1]])
+PLACES = np.int32([[1, 2, 0], [0, 1, 2], [1, 0, 1], [1, 0, 2]])
+
+
+def number(t, table, places):
+    return table[1, t]
+
+
+def block(t, b, table, places):
+    return Block(*(places[i, table[0, t] + b] for i in range(4)))
+
+
+OPTIONS = {"num_blocks": number, "block": block, "out_dtype": jnp.float32, "name": "tiles"}
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    codes = [jnp.asarray(rng.normal(size=(n, 256)), E4M3) for n in (384, 384)]
+    scales = [jnp.asarray(2.0 ** rng.uniform(-3, 3, (2, n)), jnp.float32) for n in (384, 384)]
+    scales[0] = scales[0].at[0, 130:140].set(0)
+    return *codes, *scales, jnp.asarray(TABLE), jnp.asarray(PLACES)
 
 
 @pytest.mark.long
-def test_a_tile_is_the_product_of_its_rows(monkeypatch):
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+@pytest.mark.usefixtures("_one_core")
+def test_a_tile_is_the_sum_of_its_blocks():
+    options = {**OPTIONS, "shape": (384, 128)}
+    out = interpreted(tiled_gemm, **options)(*operands())
+    expected = tiled_gemm_in_jax(*operands(), **options)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-3)
+    assert not expected[128:256].any()
 
-    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-    out = jax.jit(lambda *args: multiply(*args, interpret=InterpretGPUParams()))(*OPERANDS, TABLE)
-    lhs, rhs = (np.asarray(x, np.float64) for x in OPERANDS)
-    np.testing.assert_allclose(out[:128], 0.5 * lhs[256:] @ rhs.T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out[128:168], 0.5 * lhs[:40] @ rhs.T, rtol=1e-5, atol=1e-5)
 
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_no_more_thread_blocks_than_tiles(count):
+@pytest.mark.parametrize("columns", [128, 256])
+def test_no_more_thread_blocks_than_tiles(columns, monkeypatch):
     """The kernel has one thread block per tile, or one per core of the GPU if there are more tiles."""
-    tiling = TILING._replace(num_tiles=count)
-    scale = jnp.ones(1)
-    program = jax.make_jaxpr(
-        lambda *args: tiled_gemm(
-            *args, scale, scale, TABLE, tiling=tiling, out_dtype=jnp.bfloat16, name="tiles"
-        )
-    )(*OPERANDS)
-    assert program.out_avals[0].shape == (256, 128)
+    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 5)
+    count = min(5, 3 * columns // 128)
+    program = jax.make_jaxpr(partial(tiled_gemm, **OPTIONS, shape=(384, columns)))(*operands())
+    assert program.out_avals[0].shape == (384, columns)
     assert f"grid=({count},)" in str(program).replace(" ", "") or f"'core':{count}" in str(program)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_one_core")
+@pytest.mark.parametrize(
+    ("shape", "out_dtype"),
+    [((1, 200, 256, 136), jnp.float32), ((2, 3, 384, 128), jnp.bfloat16), ((1, 130, 128, 1), jnp.float16)],
+    ids=str,
+)
+def test_stacks_of_matrices(shape, out_dtype):
+    """Sizes that its tiles do not divide, several matrices, one block."""
+    batch, rows, depth, columns = shape
+    rng = np.random.default_rng(0)
+    blocks = -(-columns // 128)
+    filled = 128 * blocks
+    dtype = E5M2 if out_dtype == jnp.bfloat16 else E4M3
+    codes = [jnp.asarray(rng.normal(size=(batch, n, depth)), dtype) for n in (rows, filled)]
+    scales = [
+        jnp.asarray(2.0 ** rng.uniform(-3, 3, (batch, n, depth // 128)), jnp.float32)
+        for n in (rows, blocks)
+    ]
+    out = interpreted(hopper_block_gemm, out_dtype=out_dtype)(*codes, *scales)
+    assert (out.shape, out.dtype) == ((batch, rows, filled), out_dtype)
+    wide = [
+        np.repeat(np.repeat(s, c.shape[1] // s.shape[1], 1), 128, 2) * np.asarray(c, np.float64)
+        for c, s in zip(codes, scales)
+    ]
+    tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[jnp.dtype(out_dtype).name]
+    assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= tolerance
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_one_core")
+def test_scales_almost_out_of_range():
+    """One scale is almost out of the range of float32; a block of zeros has the scale 1."""
+    rng = np.random.default_rng(0)
+    magnitudes = np.array([(1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)])
+    codes = [jnp.asarray(rng.normal(size=(5, n, 256)) * 90, E4M3) for n in (2, 3)]
+    scales = [
+        jnp.asarray(one[:, None, None] / 448 * rng.uniform(1, 2, (5, n, 2)), jnp.float32)
+        for one, n in zip(magnitudes.T, (2, 3))
+    ]
+    codes[0], scales[0] = codes[0].at[:, 1, 128:].set(0), scales[0].at[:, 1, 1].set(1)
+    out = interpreted(hopper_block_gemm, out_dtype=jnp.float32)(*codes, *scales)
+    wide = [
+        np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
+        for c, s in zip(codes, scales)
+    ]
+    for ours, lhs, rhs in zip(out, *wide):
+        assert error_of_product(ours, lhs @ rhs.T, lhs, rhs) <= 2e-6
