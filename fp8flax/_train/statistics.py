@@ -7,7 +7,6 @@ measure, the backward pass cannot sow, and every ``nn.scan`` would have to name 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,16 +14,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.report_primitive import label_of
 from fp8flax._core.measuring import merged
-from fp8flax._core.mode import Observing, mode
+from fp8flax._core.mode import Observing
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import collect
 from fp8flax._core.options import check_function, check_no_train_state
 
-Statistics = dict[str, dict[str, dict[str, float]]]
-"""Numbers by the path of an op, the role of a tensor, and the name of the number."""
+
+class Statistics(dict[str, dict[str, dict[str, float]]]):
+    """Numbers by the path of an op, the role of a tensor, and the name of the number.
+
+    ``rich.print`` shows them as a table, with a row for each tensor.
+    """
+
+    def __rich__(self) -> Any:
+        """Returns the table."""
+        from rich.table import Table
+
+        rows = {f"{path}/{role}": n for path, roles in self.items() for role, n in roles.items()}
+        table = Table("tensor", *next(iter(rows.values()), ()))
+        for name, numbers in rows.items():
+            table.add_row(name, *(f"{number:.3g}" for number in numbers.values()))
+        return table
 
 
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
@@ -61,23 +72,23 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ``in_qdq`` and ``out_qdq`` on their own
     * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
       their paths
-    * layers of one kind in ``nn.jit``, which traces all of them as the first one, and a layer in ``nn.jit``
-      that runs several times
+    * all but the first of equal layers in ``nn.jit``, which traces them once: the first one has the numbers
+      of all. Measure such a model without ``nn.jit``.
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of the same arguments that returns ``{path: {role: {name: number}}}``. The path of an op
-        is that of its scaling state, if it has one: ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are
-        those of ``input``, ``kernel`` and ``output_grad`` that the recipe quantizes.
+        A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
+        ``rich.print`` shows as a table. The path of an op is that of its scaling state, if it has one:
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are those of ``input``, ``kernel`` and
+        ``output_grad`` that the recipe quantizes.
 
     Raises:
         TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
             scalar, or its first argument is a whole ``TrainState``.
-        ValueError: (when called) no FP8 op was reached, ``nn.jit`` runs several layers under one path, or
-            the call is inside of ``jax.jit``.
+        ValueError: (when called) no FP8 op was reached, or the call is inside of ``jax.jit``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -105,52 +116,23 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(variables), *leaves)):
-            raise ValueError(
-                "statistics needs values, and these are traced. Call it outside of jax.jit and of other "
-                "transformations; it compiles fun by itself."
-            )
         is_array = [isinstance(x, jax.Array | np.ndarray | np.generic | float) for x in leaves]
         arrays = [x if a else None for a, x in zip(is_array, leaves)]
         others = tuple(None if a else x for a, x in zip(is_array, leaves))
-        with mode(observing):
-            _refuse_shared_traces(gradient.trace(variables, arrays, others, treedef).jaxpr)
         reported = collect(observing, gradient, variables, arrays, others, treedef)
         if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
                 "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
-                "recipe that quantizes. A model that freeze returned cannot be measured."
+                "recipe that quantizes. Call statistics outside of jax.jit. A model that freeze returned "
+                "cannot be measured."
             )
-        found: Statistics = {}
+        found = Statistics()
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
             found.setdefault("/".join(path), {})[role] = _statistics(reported[path, role])
         return found
 
     return measure
-
-
-def _refuse_shared_traces(program: Any) -> None:
-    """Raises ``ValueError`` if ``nn.jit`` reports several calls under one path.
-
-    It traces equal modules once, under the path of the first.
-    """
-    # ``jax.checkpoint`` repeats the forward pass in equations that have this parameter.
-    in_order = equations(program, looks_into=lambda one: not one.eqn.params.get("differentiated"))
-    jitted = (one.eqn.params for one in in_order if one.eqn.params.get("name") == _NN_JIT)
-    labels = (label_of(one.eqn) for params in jitted for one in equations(params["jaxpr"]))
-    kernels = Counter(label[0] for label in labels if label is not None and label[1] == "kernel")
-    for path, calls in kernels.items():
-        if calls > 1:
-            raise ValueError(
-                f"nn.jit runs several layers, or one layer several times, under the path {'/'.join(path)}: "
-                "it traces equal modules once, under the path of the first. Measure the model without "
-                "nn.jit; its variables are the same."
-            )
-
-
-_NN_JIT = "core_fn"
-"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
 
 
 def _statistics(records: np.ndarray) -> dict[str, float]:
