@@ -88,8 +88,7 @@ def add_fp8_state(
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
-    result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
-    return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)})  # type: ignore[type-var]
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -157,5 +156,4 @@ def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         ['params']
     """
     check_variables(variables)
-    others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
-    return flax.core.freeze(others) if isinstance(variables, flax.core.FrozenDict) else others
+    return type(variables)({k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT})  # type: ignore[call-arg]

@@ -154,8 +154,7 @@ def calibrate(
     if nnx_variables:
         nnx_variables.set_state(model, filled_state)
         return None
-    result = {**variables, **filled_state}
-    return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+    return flax.core.copy(variables, filled_state)
 
 
 _calibrated = jax.jit(calibrated_state, static_argnums=0)

@@ -127,8 +127,9 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     # The mantissa of 1.5 is none of these.
     quotients = jnp.where(amax > 0, scale / jnp.where(amax > 0, amax, 1.0), 1.5)
     bits = lax.bitcast_convert_type(jnp.concatenate([scale, quotients], -1), jnp.int32)
-    is_near = jnp.abs((bits & _MANTISSA)[..., None] - _MANTISSAS) <= np.int32(8)
-    return (jnp.any(is_near, (-2, -1)) & jnp.any(amax > 0, -1))[..., None]
+    known = _MANTISSAS.reshape(*[1] * bits.ndim, -1)
+    is_near = jnp.abs((bits & _MANTISSA)[..., None] - known) <= np.int32(8)
+    return is_near.any((-2, -1))[..., None] & (amax > 0).any(-1, keepdims=True)
 
 
 def check_state(variables: Any, before: Any = None) -> None:

@@ -17,7 +17,7 @@ from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
-from fp8flax._core.state.tree import as_read, enter, from_max, leave, map_state
+from fp8flax._core.state.tree import as_read, enter, from_max, has_state, leave, map_state
 
 
 def value_and_grad(
@@ -31,7 +31,7 @@ def value_and_grad(
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
     collection itself. Gradients of everything else, the arguments and the result are those of
-    ``jax.value_and_grad``.
+    ``jax.value_and_grad``. Integers beside the state get no gradient (``float0``).
 
     The gradient of the scaling state is its next value: the state of one call on all the data. This holds
     however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
@@ -39,7 +39,7 @@ def value_and_grad(
     or an Inf leaves no trace in its history.
 
     Raises:
-        TypeError: (when called) scaling state is not float32, or a differentiated argument holds integers.
+        TypeError: (when called) scaling state is not float32.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -65,24 +65,19 @@ def value_and_grad(
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
         return from_max(fun(*map_differentiated(as_read, args), **kwargs))
 
-    # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
-    jax_value_and_grad = jax.value_and_grad(
-        differentiated_fun, positions, has_aux, holomorphic, allow_int=True
-    )
-
-    def checked(arg: Any) -> Any:
+    def unmerged(arg: Any) -> Any:
         check_no_train_state(arg)
         # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
         # without a derivative.
-        arg = from_max(arg)
-        for dtype in map(jnp.result_type, jax.tree.leaves(arg)):
-            if not (allow_int or jnp.issubdtype(dtype, jnp.inexact)):
-                raise TypeError(f"Only floats have gradients; got {dtype}. Or pass allow_int=True.")
-        return arg
+        return from_max(arg)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        given = map_differentiated(checked, args)
+        given = map_differentiated(unmerged, args)
+        # JAX takes the dtype that merges by maximum for an integer.
+        jax_value_and_grad = jax.value_and_grad(
+            differentiated_fun, positions, has_aux, holomorphic, allow_int or has_state(given)
+        )
         with differentiating():
             value, grads = jax_value_and_grad(*map_differentiated(enter, given), **kwargs)
         grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))

@@ -8,7 +8,6 @@ measure, the backward pass cannot sow, and every ``nn.scan`` would have to name 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -76,7 +75,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
       of all. Measure such a model without ``nn.jit``.
 
     Args:
-        fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
+        fun: ``fun(variables, *args, **kwargs)``, a loss of arrays; returns a scalar, or a pair
+            ``(scalar, aux)``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
@@ -105,21 +105,14 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     observing = Observing(calibrates=False, key=object())
 
-    @partial(jax.jit, static_argnums=(2, 3))
-    def gradient(variables: Any, arrays: Any, others: Any, treedef: Any) -> Any:
-        args, kwargs = treedef.unflatten([a if b is None else b for a, b in zip(arrays, others)])
+    @jax.jit
+    def gradient(variables: Any, args: Any, kwargs: Any) -> list[jax.Array]:
         found = jax.value_and_grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
-        return [
-            x for x in jax.tree.leaves(found) if getattr(x, "dtype", None) not in (None, jax.dtypes.float0)
-        ]
+        return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic | float) for x in leaves]
-        arrays = [x if a else None for a, x in zip(is_array, leaves)]
-        others = tuple(None if a else x for a, x in zip(is_array, leaves))
-        reported = collect(observing, gradient, variables, arrays, others, treedef)
+        reported = collect(observing, gradient, variables, args, kwargs)
         if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "

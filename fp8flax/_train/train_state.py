@@ -154,7 +154,7 @@ class TrainState(flax.training.train_state.TrainState):
                 "with respect to the whole of state.params."
             )
         updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
-        changed = {**self.params, "params": optax.apply_updates(self.params["params"], updates)}
+        changed = {"params": optax.apply_updates(self.params["params"], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
             if OVERWRITE_WITH_GRADIENT not in grads:
                 raise ValueError(
@@ -165,13 +165,8 @@ class TrainState(flax.training.train_state.TrainState):
             old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
             what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
             changed |= checked_next_state(old, new, what_to_do)
-        is_frozen = isinstance(self.params, flax.core.FrozenDict)
-        return self.replace(
-            step=self.step + 1,
-            params=flax.core.freeze(changed) if is_frozen else changed,
-            opt_state=opt_state,
-            **kwargs,
-        )
+        params = flax.core.copy(self.params, changed)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
