@@ -42,13 +42,11 @@ def add_fp8_state(
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
         ``_overwrite_with_gradient``. Existing state is kept. A history of another length becomes the one
         that a run with the new length would have now: its newest amaxes, and zeros for older ones that are
-        not known. State of layers that the model does not run in FP8, or under the name of another op, is
-        left out.
+        not known. State of other layers, or under the name of another op, is left out.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
-        ValueError: the parameters of ``model`` are not those of ``variables``; or existing state has other
-            shapes (but for the length of the history). (``check_state`` checks values.)
+        ValueError: the parameters are not those of ``model``, or existing state has other shapes.
 
     Warns:
         UserWarning: a scale does not follow from its history, see ``check_state``.
@@ -88,7 +86,7 @@ def add_fp8_state(
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
-    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)})  # type: ignore[type-var]
+    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)})  # type: ignore[arg-type]
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -30,24 +30,19 @@ def calibrate(
 ) -> Any:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch and records the largest magnitudes, which each call of
-    an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports to the host. Every FP8 op runs in its operands' own
-    dtype, so that saturation in an early layer does not mislead a later one. The result is
-    the state of one step on all batches, with the scales that the next step uses.
-
-    Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
-    a loss and ``backward=True``.
+    It runs the function on each batch. Each call of an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports its
+    amaxes to the host. Every FP8 op runs in its operands' own dtype, so that saturation in an early layer
+    does not mislead a later one. The result is the state of one step on all batches, with the scales that
+    the next step uses.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
-            batches of several arguments; for an NNX model ``lambda model, batch: model(batch)``.
-            It is compiled. Without ``backward`` it may return any arrays. Each layer must affect a result
-            of ``fun``, because JAX drops what has no effect. Layers may run in ``lax.while_loop``, in
-            ``jax.jvp`` and under ``lax.stop_gradient``.
+            batches of several arguments; for an NNX model ``lambda model, batch: model(batch)``. Each layer
+            must affect a result, because JAX drops what has no effect. Layers may run in
+            ``lax.while_loop``, in ``jax.jvp`` and under ``lax.stop_gradient``.
         variables: collections with scaling state (see ``add_fp8_state``), or an NNX model.
         batches: a few samples, similar to those that the model will see, in an iterable.
-        backward: whether the function is a loss (a scalar), whose gradients fill the state of output
-            gradients too. Otherwise that state stays unchanged.
+        backward: whether to fill the state of output gradients, too; ``fun`` must then be a loss.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
@@ -55,8 +50,7 @@ def calibrate(
         is one. For an NNX model None: the state in the model changes, and nothing else in it.
 
     Raises:
-        TypeError: scaling state is not float32; the function is a model, or returns no loss although
-            ``backward`` is True.
+        TypeError: scaling state is not float32; or ``fun`` is a model, or no loss with ``backward``.
         ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
             tensor of a layer; or the function reaches no FP8 op.
 
@@ -132,20 +126,15 @@ def calibrate(
             )
     if i < 0:
         raise ValueError("batches is empty; calibration needs at least one batch.")
-    missing = paths_where(lambda amax: amax == -np.inf)
-    if len(missing) == sum(is_filled):
-        raise ValueError(
-            "No FP8 layer was reached: no result of fun depends on scaling state. fun must use "
-            "the variables that it is given, and return the model's outputs or its loss."
-            + ambient_hint(needs_state=True)
-        )
-    if missing:
-        warnings.warn(
+    if missing := paths_where(lambda amax: amax == -np.inf):
+        message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
-            f"tensors were empty in all batches: {', '.join(missing)}. If they run, return their results "
-            "from fun." + ambient_hint(needs_state=True),
-            stacklevel=2,
+            f"tensors were empty in all batches: {', '.join(missing)}. fun must use the variables that it "
+            f"gets, and return the model's outputs or its loss.{ambient_hint(needs_state=True)}"
         )
+        if len(missing) == sum(is_filled):
+            raise ValueError(f"No FP8 layer was reached. {message}")
+        warnings.warn(message, stacklevel=2)
     for k, (old, n) in enumerate(zip(states, numbers)):
         if config := next((configs[m] for m in n.ravel().tolist() if m in configs), None):
             states[k] = _calibrated(config, old, _put(amaxes[n], old.scale))

@@ -35,13 +35,8 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
     old one of its place, or the one that moves there; the newest can be any. The scale is the old one, or
     follows from the old history.
 
-    Any other state raises ``ValueError``. Under ``jax.jit``, where values are not known, its scale becomes
-    NaN, so that the next loss is NaN.
-
-    Args:
-        old: the scaling state before the step, in a tree.
-        new: the gradient with respect to ``old``.
-        what_to_do: the end of errors, as sentences.
+    Any other state raises ``ValueError``, which ends with ``what_to_do``. Under ``jax.jit``, where values
+    are not known, its scale becomes NaN, so that the next loss is NaN.
     """
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(
@@ -111,25 +106,21 @@ def _normal(x: jax.Array) -> jax.Array:
     return jnp.where(is_usable(x), x, 0.0)
 
 
-_MANTISSA = np.int32(0x7FFFFF)
-_MANTISSAS = np.int32([0, _MANTISSA + 1, *(np.float32([2 / 1.75, 2 / 1.875]).view(np.int32) & _MANTISSA)])
-"""The mantissas of powers of two, which are 0 or just below the next one, and of 1 / 1.75 and 1 / 1.875."""
+_MANTISSAS = np.array([0.5, 1, 1 / 1.75, 1 / 1.875], np.float32)
+"""The mantissas, from 0.5 to 1, of a power of two and of the reciprocals of the largest FP8 values."""
 
 
 def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     """Returns whether a positive ``scale`` follows from one of ``amaxes``, for some FP8 dtype and margin.
 
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
-    two, and times a power of two, the margin. Or it is a power of two itself. Rounding may change the last
-    three bits of the mantissa.
+    two, and times a power of two, the margin. Or it is a power of two itself.
     """
     amax = jnp.concatenate(amaxes, -1)
-    # The mantissa of 1.5 is none of these.
-    quotients = jnp.where(amax > 0, scale / jnp.where(amax > 0, amax, 1.0), 1.5)
-    bits = lax.bitcast_convert_type(jnp.concatenate([scale, quotients], -1), jnp.int32)
-    known = _MANTISSAS.reshape(*[1] * bits.ndim, -1)
-    is_near = jnp.abs((bits & _MANTISSA)[..., None] - known) <= np.int32(8)
-    return is_near.any((-2, -1))[..., None] & (amax > 0).any(-1, keepdims=True)
+    mantissa, _ = jnp.frexp(jnp.concatenate([scale, scale / jnp.where(amax > 0, amax, 1.0)], -1))
+    distance = jnp.abs(mantissa[..., None] - _MANTISSAS.reshape(*[1] * mantissa.ndim, -1))
+    is_near = (distance <= np.float32(2**-21)).any((-2, -1))  # eight units in the last place
+    return is_near[..., None] & (amax > 0).any(-1, keepdims=True)
 
 
 def check_state(variables: Any, before: Any = None) -> None:
@@ -140,10 +131,9 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
-    * a scale that does not follow from its history, such as the average of two. Without ``before`` the
-      history shows this only in young runs, while its older half is empty.
-    * with ``before``: past amaxes other than those of ``before``, because they were scaled, clipped or
-      averaged over steps
+    * a scale that does not follow from its history, such as the average of two; without ``before`` only in
+      a young run, while the older half of the history is empty
+    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
 
     It cannot detect a change of the newest amax alone: by a mean over devices or microbatches instead of
     the maximum, or by ``jnp.clip`` of each element. Use ``pmean_gradients``, ``accumulate_gradients``, and
@@ -151,17 +141,15 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Args:
         variables: an NNX module, or a tree that holds the collection ``_overwrite_with_gradient``, such as
-            ``TrainState.params``, or the collection itself, as JAX or NumPy arrays.
-        before: the same exactly one step earlier, for an NNX module its ``nnx.clone``; None checks
-            ``variables`` alone.
+            ``TrainState.params``, or the collection itself.
+        before: the same exactly one step earlier, for an NNX module its ``nnx.clone``.
 
     Raises:
         TypeError: scaling state is not float32.
         ValueError: the state is wrong, or was donated; the message says what to do.
 
     Warns:
-        UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.
-            Those layers took no part in the step, or their output gradients are zero.
+        UserWarning: there is no state; or some histories are all zeros, or did not move.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -211,13 +199,7 @@ def check_state(variables: Any, before: Any = None) -> None:
 
 
 def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
-    """Warns about state that no training leaves. Values that are not known do not count.
-
-    Args:
-        state: the collection of the scaling state.
-        advice: what to do, as a sentence.
-        stacklevel: see ``warnings.warn``; 1 is this function.
-    """
+    """Warns about a collection of scaling state that no training leaves, if its values are known."""
     if any(map(_is_unknown, jax.tree.leaves(state))):
         return
     states = _states({OVERWRITE_WITH_GRADIENT: state}).items()
@@ -231,12 +213,12 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
 
 
 def nnx_variables_of(model: Any) -> Any:
-    """Returns our module ``fp8flax.nnx.variables`` for an NNX module; None for any other value.
+    """Returns ``fp8flax.nnx.variables`` for an NNX module or state, None otherwise.
 
-    The package imports NNX only if the user has.
+    It imports NNX only if the user has.
     """
     nnx = sys.modules.get("flax.nnx")
-    is_nnx = nnx is not None and isinstance(model, nnx.Module)
+    is_nnx = nnx is not None and isinstance(model, nnx.Module | nnx.State)
     return importlib.import_module("fp8flax.nnx.variables") if is_nnx else None
 
 

@@ -226,10 +226,6 @@ def accumulate(
 
     with differentiating():
         grads, carry, value, aux = run(variables, carry, microbatches)
-    # JAX's gradient of an integer is a float0, which a jitted function cannot return.
-    grads = jax.tree.map(
-        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0), grads
-    )
     return (value, aux) if has_aux else value, grads, carry
 
 

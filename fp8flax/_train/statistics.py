@@ -1,8 +1,7 @@
 """Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
 
 ``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
-numbers to the host (see ``_core.observe``). Sowing into a collection would not do: every step would
-measure, the backward pass cannot sow, and every ``nn.scan`` would have to name the collection.
+numbers to the host (see ``_core.observe``).
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ class Statistics(dict[str, dict[str, dict[str, float]]]):
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
     """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
-    The returned function runs ``fun`` forward and backward, separately from the training step, and works
-    with every recipe. It compiles once for arguments of equal shapes. Call it outside of ``jax.jit``. It
-    returns seven numbers for each tensor:
+    The returned function runs ``fun`` forward and backward, apart from the training step. Call it outside
+    of ``jax.jit``. It returns seven numbers for each tensor:
 
     * ``underflow``: share of the finite nonzero values whose code is zero, 0 to 1
     * ``saturation``: share of the finite nonzero values that were clipped at the largest FP8 value, 0 to 1
     * ``sqnr``: signal-to-quantization-noise ratio of the finite values in dB, ``10 log10(Σ x² / Σ (x - q *
-      scale)²)``. At best it is about 31 for e4m3 and 25 for e5m2. It is inf if nothing is lost, and 0 if
-      nothing is left.
+      scale)²)``; at best about 31 for e4m3 and 25 for e5m2, inf if nothing is lost
     * ``headroom``: the largest magnitude that the scale represents, divided by the current amax; the
       smallest over the scales of a tensor. Below 1 something saturates. It is inf for a tensor of zeros.
     * ``amax``: the largest finite magnitude
@@ -62,17 +59,12 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     block, all counts are over both.
 
     ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop``, ``jax.shard_map`` and
-    ``lax.stop_gradient``, and models of ``quantize_model``. A call without a gradient reports no
-    ``output_grad``. In ``jax.shard_map`` each device counts as a call.
+    ``lax.stop_gradient``. A call without a gradient reports no ``output_grad``. In ``jax.shard_map`` each
+    device counts as a call. ``nn.jit`` traces equal layers once, so the first of them has the numbers of
+    all: measure without ``nn.jit``.
 
-    Not covered are
-
-    * frozen models
-    * ``in_qdq`` and ``out_qdq`` on their own
-    * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
-      their paths
-    * all but the first of equal layers in ``nn.jit``, which traces them once: the first one has the numbers
-      of all. Measure such a model without ``nn.jit``.
+    Not covered are frozen models, ``in_qdq`` and ``out_qdq`` on their own, and ops of NNX models that do
+    not come from ``fp8flax.nnx.quantize_model``, because they do not know their paths.
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss of arrays; returns a scalar, or a pair
@@ -86,8 +78,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
         ``output_grad`` that the recipe quantizes.
 
     Raises:
-        TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
-            scalar, or its first argument is a whole ``TrainState``.
+        TypeError: ``fun`` is not a function; or (when called) it returns no scalar.
         ValueError: (when called) no FP8 op was reached, or the call is inside of ``jax.jit``.
 
     Example:

@@ -17,13 +17,7 @@ import optax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.tree import (
-    check_state_dtype,
-    from_max,
-    has_state,
-    map_state,
-    merge_by_max,
-)
+from fp8flax._core.state.tree import check_state_dtype, from_max, has_state, map_state, merge_by_max
 from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
@@ -110,9 +104,8 @@ class TrainState(flax.training.train_state.TrainState):
     * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
-    once is correct. Use ``fp8flax.value_and_grad`` for a loss that calls it several times. A gradient taken
-    outside of ``jax.shard_map`` with ``check_vma=False`` is not supported. ``fp8flax.value_and_grad`` then
-    raises an error, and plain ``jax.grad`` returns a wrong state without one.
+    once is correct, but not if it is taken outside of ``jax.shard_map`` with ``check_vma=False``. Use
+    ``fp8flax.value_and_grad`` for a loss that calls it several times.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8
@@ -141,9 +134,8 @@ class TrainState(flax.training.train_state.TrainState):
         Raises:
             TypeError: the gradient of scaling state is not float32.
             ValueError: the gradient of the scaling state is missing, has other names or shapes, or no step
-                can make it of the old state. Under ``jax.jit`` the last of these raises no error. The
-                scales of these tensors become NaN, so the next loss is NaN, and ``fp8flax.check_state``
-                names the layers.
+                can make it. Under ``jax.jit`` the scales of such tensors become NaN instead, so the next
+                loss is NaN, and ``fp8flax.check_state`` names the layers.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8flax._compat.max_dtype import differentiating, from_max_dtype
+from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max
@@ -45,16 +45,13 @@ def _as_in(new: Any, old: Any) -> Any:
 
 def _without_max_dtype(tree: Any) -> Any:
     """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
-    for node in jax.tree.leaves(tree, is_leaf=is_node):
-        if not is_node(node):
-            continue
+    for node in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
         inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
         for variable in inside:
-            if isinstance(variable, nnx.Variable):
-                old = variable.get_value()
-                new = jax.tree.map(from_max_dtype, old)
-                if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
-                    variable.set_value(new)
+            if isinstance(variable, nnx.Variable) and any(
+                map(is_max_dtype, jax.tree.leaves(variable.get_value()))
+            ):
+                variable.set_value(from_max(variable.get_value()))
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
 
 
@@ -210,13 +207,9 @@ _WHAT_TO_CALL = (
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
-    A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf keeps its history.
-    A state that no step can make of the old one raises an error. Under ``jax.jit`` its scale becomes NaN
-    instead, so that the next loss is NaN, and ``check_state`` names the layer.
-
-    Args:
-        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
-        grads: the gradients that ``value_and_grad`` returned for the model.
+    ``grads`` are those that ``value_and_grad`` returned for the model. A state that no step can make of the
+    old one raises an error. Under ``jax.jit`` its scale becomes NaN instead, so that the next loss is NaN,
+    and ``check_state`` names the layer.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
@@ -232,7 +225,7 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
         >>> layer.dot_general.input_amax_history.get_value()[:2]
         Array([3., 0.], dtype=float32)
 
-    Source: ``flax.linen.fp8_ops``, whose guide overwrites a collection.
+    Source: the guide of ``flax.linen.fp8_ops``, which overwrites a collection.
     """
     check_model(model, "TrainState")
     old, new = state_of(model), state_of(grads)
