@@ -16,9 +16,9 @@ import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
+from fp8flax._linen.eval_init import eval_init, split_arrays
 from fp8flax._model.converted_call import Call, seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._train.bridge import eval_init, split_arrays
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
@@ -184,7 +184,7 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """
     seen = seen_of(model)
     ops, used_otherwise = seen.ops, set(seen.used_otherwise)
-    made, _ = eval_init(model, args, kwargs)
+    made = eval_init(model, args, kwargs)
     seen.ops, seen.used_otherwise = ops, used_otherwise  # of methods that serve
     shapes = made if shapes is None else shapes
     arrays, fill = split_arrays(args, kwargs)

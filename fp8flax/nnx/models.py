@@ -17,11 +17,11 @@ from fp8flax._compat.traces import current_trace
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
+from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._model.contraction_site import contraction
 from fp8flax._model.interception import Front
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import Decision, Rules, Site
-from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 from fp8flax.nnx.products import ModuleCall, base_of, params_of, watch, watched_class
 

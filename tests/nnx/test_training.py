@@ -12,7 +12,6 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._compat.jaxprs import num_consts_and_carry
 from tests.cases import normal
 from tests.nnx.layout import to_linen
 
@@ -95,22 +94,6 @@ def test_steps_are_those_of_the_linen_model():
     assert shared["kernel_amax_history"].min() > 0
 
 
-@pytest.mark.long
-@pytest.mark.newest
-def test_state_of_shared_calls_is_that_of_one_call():
-    layer = linear()
-    whole = fp8nnx.grad(lambda m: jnp.sum(jnp.sin(m(jnp.concatenate([X, 3 * X])))))(layer)
-    twice = fp8nnx.grad(lambda m: jnp.sum(jnp.sin(m(X))) + jnp.sum(jnp.sin(m(3 * X))))(layer)
-    ours, expected = (nnx.to_pure_dict(g.filter(fp8nnx.OverwriteWithGradient)) for g in (twice, whole))
-    assert len(jax.tree.leaves(ours)) == 6
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)
-    added = nnx.grad(
-        lambda m: jnp.sum(m(X)) + jnp.sum(m(3 * X)), argnums=nnx.DiffState(0, fp8nnx.OverwriteWithGradient)
-    )(layer)
-    with pytest.raises(ValueError, match=r"nnx\.value_and_grad"):
-        fp8nnx.overwrite_state(layer, added)
-
-
 def test_a_model_that_is_no_pytree():
     """Its state enters the gradient, and the optimizer overwrites it."""
 
@@ -186,6 +169,14 @@ def test_what_is_differentiated():
     assert jnp.max(jnp.abs(X)) == twice[0][0]["dot_general"]["input_amax_history"].get_value()[0]
 
 
+def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
+    layer = linear()
+    fp8nnx.overwrite_state(layer, fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer))
+    grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
+    kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
+    jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
 def test_arguments_that_are_passed_by_name():
     model = linear()
     expected, grads = fp8nnx.value_and_grad(loss_of)(model, X)
@@ -231,7 +222,7 @@ def test_optimizers_do_not_see_the_state():
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     before = nnx.to_pure_dict(nnx.state(layer))
     for wrong, message in (
-        (grads.filter(nnx.Param), "have no scaling state, so that of the model would never change"),
+        (grads.filter(nnx.Param), "have no scaling state"),
         (
             fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])),
             "another structure than the state",
@@ -283,7 +274,7 @@ def test_mistakes_are_loud(mistake, wrap):
     if wrap is nnx.jit:
         step(layer, optimizer)
         assert jnp.isnan(loss_of(layer, X))
-        with pytest.raises(ValueError, match=r"dot_general/input_amax_history has a scale of NaN"):
+        with pytest.raises(ValueError, match="dot_general/input_amax_history .* the scale is NaN"):
             fp8nnx.check_state(layer)
     else:
         with pytest.raises(ValueError, match="change only the gradients of the parameters"):
@@ -298,11 +289,6 @@ def test_an_optimizer_of_nnx_leaves_the_state_behind(wrap):
     wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))(layer, optimizer)
     with pytest.raises(ValueError, match="No history has moved"):
         fp8nnx.check_state(layer)
-
-
-def test_check_state_of_linen_variables():
-    with pytest.raises(TypeError, match=r"fp8flax\.check_state"):
-        fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})
 
 
 def test_check_state():
@@ -335,21 +321,6 @@ def test_accumulated_gradients_are_those_of_the_linen_model():
     jax.tree.map(np.testing.assert_array_equal, to_linen(found), expected_grads)
     fp8nnx.overwrite_state(model, grads)
     assert model.last.dot_general.kernel_amax_history.get_value()[0] > 0
-    graphdef, state = nnx.split(model)
-    traced = jax.make_jaxpr(lambda state: step(nnx.merge(graphdef, state), batches)[0])(state)
-    (scan,) = scans_in(traced.jaxpr)
-    constants = [x.aval for x in scan.invars[: num_consts_and_carry(scan.params)[0]]]
-    codes = [x.shape for x in constants if x.dtype == jnp.uint8]
-    assert len(codes) >= 4  # one layer is called twice; some versions of JAX pass codes on more than once
-    assert set(codes) == {(16, 16)}
-
-
-def scans_in(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield eqn
-        elif "jaxpr" in eqn.params:
-            yield from scans_in(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
 
 
 @pytest.mark.long
