@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,8 +22,11 @@ from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, current_trace, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
-from fp8flax._model.param_origin import ParamOrigins
+from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.program_reads import IN_OP
+from fp8flax._model.rules import Site
+
+Path = tuple[str, ...]
 
 # Matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
@@ -41,6 +45,32 @@ def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
             yield row, one
 
 
+class Contraction(NamedTuple):
+    """A contraction in the form that an op computes."""
+
+    site: Site
+    """Its description for the rules. ``name`` is the part of the op's name that comes from the kernel."""
+    arguments: tuple[Any, ...]
+    """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
+    kernel: Origin | None
+    """The origin of the kernel; None for a contraction of two activations or of two parameters."""
+    restore: Callable[[Any], Any]
+    """Returns the result of the contraction, given the result of the op."""
+
+
+_in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
+
+
+def refuse_in_custom_vjp(site: Site, is_inside: bool) -> None:
+    """Raises ``ValueError`` for an op inside of a function with a derivative of its own."""
+    if is_inside:
+        raise ValueError(
+            f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the model's "
+            "own. An FP8 op there could not update its scaling state. Leave it wide: "
+            f"quantize_model(model, exclude={site.path!r})."
+        )
+
+
 class Interception(ABC):
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
@@ -50,11 +80,18 @@ class Interception(ABC):
         self.origins = ParamOrigins()
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
-        self.in_custom_vjp = False
+
+    @property
+    def in_custom_vjp(self) -> bool:
         """Whether the running code is inside of a function with a derivative of its own."""
+        return _in_custom_vjp.get()
 
     @abstractmethod
-    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+    def running(self) -> tuple[Path, Any]:
+        """Returns the module whose method runs, after its path in the model."""
+
+    @abstractmethod
+    def contract(self, found: Contraction) -> tuple[Any, str]:
         """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
 
         Returns:
@@ -64,7 +101,7 @@ class Interception(ABC):
 
     @abstractmethod
     def look_for_params(self) -> None:
-        """Tells ``origins`` of the parameters of the running module."""
+        """Records the parameters of the running module in ``origins``."""
 
     @contextlib.contextmanager
     def having(self, **fields: Any) -> Iterator[None]:
@@ -75,10 +112,6 @@ class Interception(ABC):
             yield
         finally:
             vars(self).update(before)
-
-    def passing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which all traces of the call pass all primitives on."""
-        return self.having(is_passing=True)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
@@ -91,6 +124,38 @@ class Interception(ABC):
         if isinstance(front, Front) and front.interception is self:
             return contextlib.nullcontext()
         return running_in(Front(self))
+
+    def contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Contraction:
+        """Returns the contraction that a primitive computes with these operands and parameters."""
+        lhs, rhs, *more = operands
+        arguments: tuple[Any, ...] = (*more, *row.arguments(params))
+        left, kernel = self.origins.of(lhs), self.origins.of(rhs)
+        restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
+        is_swapped = left is not None and kernel is None and row.swapped is not None
+        if is_swapped and row.swapped is not None:
+            swapped = row.swapped(lhs, rhs, *arguments)
+            lhs, rhs, arguments, restore = rhs, lhs, swapped.arguments, swapped.restore
+            left, kernel = kernel, left
+        kind = "product" if kernel is None else "kernel" if left is None else "parameters"
+        if kind != "kernel":
+            kernel = None
+        path, module = self.running()
+        summed = arguments[0][0][1] if row.primitive == "dot_general" else ()
+        site = Site(
+            path="/".join(path),
+            module=module,
+            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
+            kind=kind,
+            op=row,
+            shapes=(lhs.shape, rhs.shape),
+            dtypes=(lhs.dtype, rhs.dtype),
+            sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
+            is_matmul=row.is_matmul(lhs, rhs, *arguments),
+            impossible=row.unsupported(params),
+            name="" if kernel is None else kernel.name(path, summed),
+            is_swapped=is_swapped,
+        )
+        return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
 
 
 class Front(FrontTrace):
@@ -108,14 +173,14 @@ class Front(FrontTrace):
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
-            with running_in(self.behind), interception.passing():
-                result, scope = interception.contract(row, operands, params)
+            with running_in(self.behind), interception.having(is_passing=True):
+                result, scope = interception.contract(interception.contraction(row, operands, params))
             if result is not None:
                 return result
             computed_in = jax.named_scope(scope)
         elif primitive.name == "jit" and self._should_open(operands, params):
             return self.open(params["jaxpr"], operands)
-        with computed_in, interception.passing():
+        with computed_in, interception.having(is_passing=True):
             results = self.compute(primitive, operands, params)
         interception.origins.follow(primitive, operands, params, results)
         return results
@@ -125,9 +190,11 @@ class Front(FrontTrace):
         if interception.is_passing:
             return compute()
         interception.look_for_params()
-        in_custom_vjp = interception.in_custom_vjp or name == "process_custom_vjp_call"
-        with interception.having(in_custom_vjp=in_custom_vjp):
+        token = _in_custom_vjp.set(_in_custom_vjp.get() or name == "process_custom_vjp_call")
+        try:
             results = compute()
+        finally:
+            _in_custom_vjp.reset(token)
         interception.origins.call(operands, results)
         return results
 

@@ -92,16 +92,30 @@ class Origin(NamedTuple):
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(jnp.uint8)
 
+    def name(self, module: tuple[str, ...], summed: Sequence[int]) -> str:
+        """Returns the name of the value in a module at this path; the state of the op is named with it.
+
+        The name does not depend on what else a method computes. Different kernels of a module have
+        different names, but for those that ``part`` names alike. A kernel that is used twice in the same
+        way has one state, as a layer that is called twice has.
+
+        Args:
+            module: the path of the module.
+            summed: the dimensions of the value over which a contraction sums.
+        """
+        own = len(module)
+        paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
+        names = ["-".join(key.replace("/", "-") for key in path) for path in paths]
+        different = dict.fromkeys(name + source.part for name, source in zip(names, self.sources))
+        return "-".join(different) + self.part(summed)
+
     def part(self, summed: Sequence[int] = ()) -> str:
-        """Returns the name of the part of a parameter that the value is; the op's state is named with it.
+        """Returns the name of the part of a parameter that the value is.
 
         The name is empty for a whole parameter, ``-axis0-1`` for ``w[1]`` and ``-axis1-64-128`` for
         ``w[:, 64:128]``. ``-T`` follows if the contraction sums over the last dimension of the parameter,
         as in ``x @ w.T``. After a reshape, the name of a slice begins with the shape that is sliced:
         ``-4x8-axis0-1`` for ``w.reshape(4, 8)[1]``. A joined value counts as whole.
-
-        Args:
-            summed: the dimensions of the value over which a contraction sums.
         """
         if self.moves is None:
             return ""
@@ -166,82 +180,70 @@ class ByIdentity:
         found[name] = held, value
 
 
+CONSTANT, COMPUTED = "constant", "computed"
+"""What is known of a value that is a number in the source of the model, or computed from such numbers; and of
+a value that is computed from parameters and other values."""
+
+
 class ParamOrigins:
     """Records the origins of all values of one call of a model, in all of its traces."""
 
     def __init__(self) -> None:
-        self._origins = ByIdentity()
-        self._constants = ByIdentity()
-        self._computed = ByIdentity()
-        """The values that were computed from parameters and other values."""
+        self._known = ByIdentity()
         self.used_otherwise: set[tuple[str, ...]] = set()
         """The parameters that something else than an FP8 op or a movement reads."""
 
     def of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but known parameters."""
-        if not isinstance(value, jax.Array | np.ndarray):
-            return None
-        found: Origin | None = self._origins.get(value)
-        return found
+        found = self._what_is(value)
+        return found if isinstance(found, Origin) else None
+
+    def _what_is(self, value: Any) -> Any:
+        """Returns the origin of a value, ``CONSTANT``, ``COMPUTED``, or None."""
+        found = self._known.get(value)
+        is_number = found is None and not isinstance(value, jax.Array) and np.ndim(value) == 0
+        return CONSTANT if is_number else found
 
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
         for path, leaf in params:
-            if hasattr(leaf, "shape") and self._origins.get(leaf) is None:
+            if hasattr(leaf, "shape") and self.of(leaf) is None:
                 # ``nn.map_variables`` may have computed the parameter.
-                is_moved = not self._computed.get(leaf)
-                self._origins.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
+                is_moved = self._known.get(leaf) != COMPUTED
+                self._known.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
         """Records the origins of the results of a primitive, and the parameters that it reads."""
         results = results if primitive.multiple_results else [results]
-        if all(map(self._is_constant, operands)):
-            for result in results:
-                self._constants.set(result, True)
-            return
-        origins = [self.of(x) for x in operands]
-        made_of = [origin for origin in origins if origin is not None]
-        if not made_of:
-            if any(map(self._computed.get, operands)):
-                self._set_computed(results)
-            return
-        is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
-        uses = uses_of(primitive, params, len(operands), len(results))
-        for operand, reads in zip(operands, uses.reads):
-            if reads and not is_moved:
-                self.use(operand)
-        for i, (result, returned) in enumerate(zip(results, uses.returns)):
-            if returned is not None:
-                origin = origins[returned]
+        known = [self._what_is(x) for x in operands]
+        made_of = [one for one in known if isinstance(one, Origin)]
+        is_moved = bool(made_of) and primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        if made_of and not is_moved:
+            self._note_reads(primitive, params, operands, len(results))
+        for i, result in enumerate(results):
+            if all(one == CONSTANT for one in known):
+                self._known.set(result, CONSTANT)
             elif is_moved:
-                origin = _moved(primitive, params, operands[0], made_of, i)
-            elif all(d is not None or self._is_constant(x) for x, d in zip(operands, origins)):
-                origin = _computed(operands, origins, result)
-            else:
-                origin = None
-                self._set_computed([result])
-            if origin is not None:
-                self._origins.set(result, origin)
+                self._known.set(result, _moved(primitive, params, operands[0], made_of, i))
+            elif made_of and all(isinstance(one, Origin) or one == CONSTANT for one in known):
+                self._known.set(result, _computed(operands, known, result))
+            elif made_of or COMPUTED in known:
+                self._known.set(result, COMPUTED)
+
+    def _note_reads(self, primitive: Any, params: Any, operands: Any, num_results: int) -> None:
+        """Records the parameters that a primitive reads, and does not only pass on."""
+        uses = uses_of(primitive, params, len(operands), num_results)
+        for operand, reads in zip(operands, uses.reads):
+            if reads:
+                self.use(operand)
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Records the results of a function that is not looked into, and the parameters that it reads."""
-        if any(self.of(x) is not None or self._computed.get(x) for x in operands):
-            self._set_computed(results)
+        if any(isinstance(one := self._what_is(x), Origin) or one == COMPUTED for x in operands):
+            for result in results:
+                self._known.set(result, COMPUTED)
         for operand in operands:
             self.use(operand)
-
-    def _set_computed(self, results: Iterable[Any]) -> None:
-        for result in results:
-            self._computed.set(result, True)
-
-    def _is_constant(self, value: Any) -> bool:
-        """Returns whether a value is a number in the source of the model, or computed from such numbers.
-
-        A parameter is no constant, although ``init`` may compute it from numbers, as ``zeros`` does.
-        """
-        if not isinstance(value, jax.Array):
-            return np.ndim(value) == 0
-        return bool(self._constants.get(value)) and self.of(value) is None
 
     def use(self, value: Any) -> None:
         """Records that an operation other than an FP8 op reads a value."""
@@ -251,41 +253,30 @@ class ParamOrigins:
 
 
 def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:
+    """Returns the parameters of a value that is made of several; each has the name of its part."""
     if len(made_of) == 1:
         return made_of[0].sources
-    named = [
-        [source if d.moves is None else source._replace(part=d.part()) for source in d.sources]
-        for d in made_of
-    ]
-    return tuple(source for sources in named for source in sources)
+    named = [(one, source) for one in made_of for source in one.sources]
+    return tuple(x if one.moves is None else x._replace(part=one.part()) for one, x in named)
 
 
 def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Origin], index: int) -> Origin:
-    """Returns the origin of a result of a movement.
-
-    Args:
-        primitive: the movement.
-        params: its parameters.
-        first: its first operand.
-        made_of: the origins of its operands.
-        index: the index of the result.
-    """
+    """Returns the origin of one result of a movement; ``first`` is the first operand."""
     moves = made_of[0].moves if len(made_of) == 1 else None
     if moves is not None:
         moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
     return Origin(_sources_of(made_of), moves, all(d.is_moved for d in made_of))
 
 
-def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origin:
+def _computed(operands: Any, known: list[Any], result: Any) -> Origin:
     """Returns the origin of a result of arithmetic with parameters and numbers.
 
     Its moves are those of the first operand of the same shape, so that ``Origin.part`` names both alike.
     """
-    made_of = [d for d in origins if d is not None]
-    alike = [d for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape]
-    first = alike[0] if alike else None
-    sources = _sources_of(made_of)
-    if first is not None and first.moves is not None:
-        # ``part`` reads the shape of the parameter that the moves begin with from the first source.
-        sources = tuple(dict.fromkeys((first.sources[0], *sources)))
-    return Origin(sources, first.moves if first is not None else None, is_moved=False)
+    made_of = [(one, x) for one, x in zip(known, operands) if isinstance(one, Origin)]
+    alike = [one for one, x in made_of if np.shape(x) == result.shape and one.moves is not None]
+    sources = _sources_of([one for one, _ in made_of])
+    if not alike:
+        return Origin(sources, None, is_moved=False)
+    # ``part`` reads the shape of the parameter that the moves begin with from the first source.
+    return Origin(tuple(dict.fromkeys((alike[0].sources[0], *sources))), alike[0].moves, is_moved=False)

@@ -15,8 +15,8 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import conversion, converting
-from fp8flax._model.converted_call import Call, seen_of
+from fp8flax._linen.conversion import in_call, running_calls
+from fp8flax._model.converted_call import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._train.bridge import eval_init, split_arrays
 
@@ -47,7 +47,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
         "_fp8_base": cls,
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_serving": None if make_call is Call else make_call,
+        "_fp8_serving": None if isinstance(make_call, type) else make_call,
         "_fp8_run": _in_call(_run),
         **{
             name: _in_call(method)
@@ -63,22 +63,21 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, cls = conversion().calls, type(self)
+        calls, cls = running_calls(), type(self)
         if self.scope is None or any(call.cls is cls for call in calls):
             return method(self, *args, **kwargs)
         if calls and self._fp8_serving is None and calls[-1].owns(self.scope.root):
-            with calls[-1].ruled_by(self._fp8_rules):
+            with calls[-1].having(_rules_here=self._fp8_rules):
                 return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
-        call.is_counting = conversion().counted == len(calls)
         call.is_init = self.is_initializing()
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with call.running(module):
-                return method(module, *args, **kwargs)
+            call.mark(module.scope)
+            return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
-        with converting(calls=(*calls, call)):
+        with in_call(call):
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
             with call.active():  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
