@@ -232,7 +232,7 @@ class SignGrad(nn.Module):
 def test_in_nn_custom_vjp():
     """An op in ``nn.custom_vjp`` is refused; left wide, the layer has the derivative of the model."""
     model, x = SignGrad(), normal(0, 4, 8)
-    with pytest.raises(ValueError, match="'second' is inside of nn.custom_vjp.*exclude='second'"):
+    with pytest.raises(ValueError, match="'second' .*custom_vjp.*exclude='second'"):
         fp8.quantize_model(model, **ALL).init(jax.random.key(0), x)
     model8 = fp8.quantize_model(model, **ALL, exclude="second")
     variables = variables_of(model8, x)
