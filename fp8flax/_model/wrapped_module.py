@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import flax.core
 import flax.errors
@@ -114,10 +113,8 @@ class _Converted:
         return copy
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        if self.scope is not None:
-            return super().__reduce_ex__(protocol)
-        made_by = self._fp8_base, self._fp8_rules, self._fp8_make_call
-        return _assembled, (*made_by, *_parts(self))
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        return _empty, (self._fp8_base, self._fp8_rules, self._fp8_make_call), *state
 
 
 def _is_equal(self: Any, other: Any) -> bool:
@@ -140,39 +137,17 @@ def _as_method(model: Any, method: Any) -> Any:
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
 
+def _empty(*made_by: Any) -> Any:
+    """Returns a converted model without attributes, which a copy or a pickle then sets."""
+    return object.__new__(converted_class(*made_by))
+
+
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class with the fields of ``model``."""
-    fields, others = _parts(model)
-    return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
-
-
-_LINEN_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
-
-
-def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of an unbound model, and the other attributes, which ``__init__`` may set."""
-    fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
-    known = (*fields, *_LINEN_ATTRIBUTES)
-    others = {name: value for name, value in vars(model).items() if name not in known}
-    return {name: getattr(model, name) for name in fields}, others
-
-
-def _with_parts(cls: Any, fields: dict[str, Any], others: dict[str, Any]) -> Any:
-    model = cls(**fields, parent=None)
-    for name, value in others.items():
-        object.__setattr__(model, name, value)
-    return model
-
-
-def _assembled(
-    cls: type[nn.Module],
-    rules: Rules,
-    make_call: Callable[..., Any],
-    fields: dict[str, Any],
-    others: dict[str, Any],
-) -> Any:
-    """Makes a converted model from the parts that a copy or a pickle holds."""
-    return _with_parts(converted_class(cls, rules, make_call), fields, others)
+    """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
+    new = object.__new__(cls)
+    vars(new).update({**vars(model), **vars(model.clone(parent=None))})  # the clone has an identity of its own
+    vars(new).pop("_fp8_seen", None)
+    return new
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
