@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
+# Movements that leave every value in its place.
+CAST = "convert_element_type"
+CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
+# Movements after which every value is there exactly once.
+BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
+# All movements: primitives that change only the place or the dtype of values.
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 
 
 class Source(NamedTuple):
@@ -174,8 +180,6 @@ class ParamOrigins:
         self._constants = ByIdentity()
         self._computed = ByIdentity()
         """The values that were computed from parameters and other values."""
-        self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that something else than an FP8 op or a movement reads."""
 
     def of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but known parameters."""
@@ -193,7 +197,7 @@ class ParamOrigins:
                 self._origins.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        """Records the origins of the results of a primitive, and the parameters that it reads."""
+        """Records the origins of the results of a primitive."""
         results = results if primitive.multiple_results else [results]
         if all(map(self._is_constant, operands)):
             for result in results:
@@ -206,14 +210,8 @@ class ParamOrigins:
                 self._set_computed(results)
             return
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
-        uses = uses_of(primitive, params, len(operands), len(results))
-        for operand, reads in zip(operands, uses.reads):
-            if reads and not is_moved:
-                self.use(operand)
-        for i, (result, returned) in enumerate(zip(results, uses.returns)):
-            if returned is not None:
-                origin = origins[returned]
-            elif is_moved:
+        for i, result in enumerate(results):
+            if is_moved:
                 origin = _moved(primitive, params, operands[0], made_of, i)
             elif all(d is not None or self._is_constant(x) for x, d in zip(operands, origins)):
                 origin = _computed(operands, origins, result)
@@ -224,11 +222,9 @@ class ParamOrigins:
                 self._origins.set(result, origin)
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Records the results of a function that is not looked into, and the parameters that it reads."""
+        """Records the results of a function that is not looked into."""
         if any(self.of(x) is not None or self._computed.get(x) for x in operands):
             self._set_computed(results)
-        for operand in operands:
-            self.use(operand)
 
     def _set_computed(self, results: Iterable[Any]) -> None:
         for result in results:
@@ -242,12 +238,6 @@ class ParamOrigins:
         if not isinstance(value, jax.Array):
             return np.ndim(value) == 0
         return bool(self._constants.get(value)) and self.of(value) is None
-
-    def use(self, value: Any) -> None:
-        """Records that an operation other than an FP8 op reads a value."""
-        origin = self.of(value)
-        if origin is not None:
-            self.used_otherwise.update(source.path for source in origin.sources)
 
 
 def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:
