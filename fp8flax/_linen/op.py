@@ -47,7 +47,8 @@ class Fp8Op(OpBase, nn.Module):
 
     def _multiplier(self) -> Callable[..., jax.Array]:
         calls, compute = running_calls(), super()._multiplier()
-        return partial(calls[-1].on_op, self, self._recipe_in_use(), compute) if calls else compute
+        on_op = calls[-1].on_op if calls else None
+        return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)

@@ -21,12 +21,9 @@ from fp8flax._core.state.tree import key_name
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.interception import Contraction, Interception, Path, refuse_in_custom_vjp
 from fp8flax._model.param_origin import ByIdentity, Origin
-from fp8flax._model.record import Seen as Seen
-from fp8flax._model.record import SeenOp as SeenOp
-from fp8flax._model.record import add_op, stacking
-from fp8flax._model.record import seen_of as seen_of
+from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
-from fp8flax._model.state_places import KERNEL_AXES, STATE, STATE_AXES, merged, placed, split, state_at
+from fp8flax._model.state_places import STATE, merged, placed, split, state_at
 
 # Linen's transformations pass the flags of a scope on to the scopes that they make.
 _MARK = "fp8flax"
@@ -57,6 +54,8 @@ class Call(Interception):
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
+    on_op: Any = None
+    """A function that computes the Linen ops of the call in another way; see ``running_calls``."""
     is_counting = False
     """Whether no contraction is converted, and each is computed in its ``Site.scope``."""
 
@@ -65,7 +64,8 @@ class Call(Interception):
         self.cls = cls
         self.rules = self._rules_here = rules
         self.decided: list[tuple[Site, Decision]] = []
-        self.ops: dict[Path, SeenOp] = {}
+        self.has_ops = False
+        """Whether an FP8 op has run."""
         self.frames: list[Frame] = []
         self.is_apart = False
         """Whether the running module is applied to other variables than those of the model."""
@@ -97,34 +97,32 @@ class Call(Interception):
         """Returns the collections of the caller as the method sees them: with JAX arrays."""
         variables = jax.tree.map(as_jax, variables)
         with_state = merged(variables)
-        self._outer = jax.tree.map(_as_struct, with_state)
+        self._outer = jax.tree.map(as_struct, with_state)
         return with_state if self._converts else variables
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them."""
         if self.is_init:
-            self._outer = jax.tree.map(_as_struct, merged(variables))
+            self._outer = jax.tree.map(as_struct, merged(variables))
             for path in self._made:
                 if not state_at(self._outer, path[self._depth :]):
                     raise _lost(path)
         return split(variables)
 
-    def finish(self, model: Any, method: str) -> None:
-        """Records what the method has computed.
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Records a call of a method with these arguments, and what it has computed.
 
         Raises:
             ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
         """
+        del result
         seen = seen_of(model)
         seen.decided = self.decided
-        if not self.is_counting:
-            stacked = {
-                path: stacking(found, self._outer, path[self._depth :]) for path, found in self.ops.items()
-            }
-            seen.add(self.ops, stacked, self.origins.used_otherwise)
+        if method != "_fp8_run" and not self.is_counting:  # a function may hold tracers
+            seen.calls[method] = jax.tree.map(as_struct, (args, kwargs))
         if method == "__call__" and model.is_initializing():
             self.rules.check_matched(self.decided)
-            is_converted = seen.ops or any(decision.converts for _, decision in self.decided)
+            is_converted = self.has_ops or any(decision.converts for _, decision in self.decided)
             if self._converts and not (is_converted or self.is_counting):
                 raise ValueError(why_unconverted(self.decided))
 
@@ -143,6 +141,7 @@ class Call(Interception):
         if self.is_passing:
             return run(*args, **kwargs)
         if isinstance(module, Fp8Op) or scope is None:
+            self.has_ops = self.has_ops or scope is not None
             with unwatched(), self.having(is_passing=True), jax.named_scope(BY_OP):
                 return run(*args, **kwargs)
         if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
@@ -239,27 +238,6 @@ class Call(Interception):
         if self.is_apart:
             return "in a module that is applied to variables of its own, where there is no place for state"
         return None
-
-    def on_op(
-        self,
-        op: Fp8Op,
-        recipe: Recipe | None,
-        compute: Any,
-        lhs: Any,
-        rhs: Any,
-        *rest: Any,
-        **keywords: Any,
-    ) -> jax.Array:
-        """Records an op, and computes it."""
-        if recipe is not None and not self.is_apart:
-            kernel = self.origin_of(rhs)
-            # The record outlives the call, so it must not hold arrays.
-            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            add_op(self.ops, op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-            if op.is_initializing() and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
-                rank = len(kernel.sources[0].shape) if kernel is not None else 1
-                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
-        return compute(lhs, rhs, *rest, **keywords)
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
@@ -358,7 +336,8 @@ def _without_state_in_variables(scope: Any) -> Iterator[None]:
             scope.variables = before
 
 
-def _as_struct(x: Any) -> Any:
+def as_struct(x: Any) -> Any:
+    """Returns the shape and the dtype of an array; another value unchanged."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 

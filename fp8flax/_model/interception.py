@@ -23,12 +23,12 @@ from fp8flax._compat.traces import FrontTrace, current_trace, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
-from fp8flax._model.program_reads import IN_OP
 from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
-# Matches a whole element of a stack of scopes, because a module's name may begin with the same text.
+# These match a whole element of a stack of scopes, because a module's name may begin with the same text.
+IN_OP = re.compile(rf"\b{BY_OP}\b")
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 

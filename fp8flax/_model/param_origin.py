@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
+# Movements that leave every value in its place.
+CAST = "convert_element_type"
+CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
+# Movements after which every value is there exactly once.
+BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
+# All movements: primitives that change only the place or the dtype of values.
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 
 
 class Source(NamedTuple):
@@ -190,12 +196,10 @@ class ParamOrigins:
 
     def __init__(self) -> None:
         self._known = ByIdentity()
-        self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that something else than an FP8 op or a movement reads."""
 
     def of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but known parameters."""
-        found = self._what_is(value)
+        found = self._known.get(value)
         return found if isinstance(found, Origin) else None
 
     def _what_is(self, value: Any) -> Any:
@@ -213,13 +217,11 @@ class ParamOrigins:
                 self._known.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        """Records the origins of the results of a primitive, and the parameters that it reads."""
+        """Records the origins of the results of a primitive."""
         results = results if primitive.multiple_results else [results]
         known = [self._what_is(x) for x in operands]
         made_of = [one for one in known if isinstance(one, Origin)]
         is_moved = bool(made_of) and primitive.name in MOVEMENTS and len(made_of) == len(operands)
-        if made_of and not is_moved:
-            self._note_reads(primitive, params, operands, len(results))
         for i, result in enumerate(results):
             if all(one == CONSTANT for one in known):
                 self._known.set(result, CONSTANT)
@@ -230,26 +232,11 @@ class ParamOrigins:
             elif made_of or COMPUTED in known:
                 self._known.set(result, COMPUTED)
 
-    def _note_reads(self, primitive: Any, params: Any, operands: Any, num_results: int) -> None:
-        """Records the parameters that a primitive reads, and does not only pass on."""
-        uses = uses_of(primitive, params, len(operands), num_results)
-        for operand, reads in zip(operands, uses.reads):
-            if reads:
-                self.use(operand)
-
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Records the results of a function that is not looked into, and the parameters that it reads."""
+        """Records the results of a function that is not looked into."""
         if any(isinstance(one := self._what_is(x), Origin) or one == COMPUTED for x in operands):
             for result in results:
                 self._known.set(result, COMPUTED)
-        for operand in operands:
-            self.use(operand)
-
-    def use(self, value: Any) -> None:
-        """Records that an operation other than an FP8 op reads a value."""
-        origin = self.of(value)
-        if origin is not None:
-            self.used_otherwise.update(source.path for source in origin.sources)
 
 
 def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:

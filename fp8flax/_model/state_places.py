@@ -32,11 +32,11 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, STATE_LEAF_NAME
 
 CODES = "codes"
 """The leaf of an op of a frozen model that holds the codes of its kernel."""
-KERNEL_AXES, STATE_AXES = "kernel_axes", "state_axes"
-"""The leaves of an op that ``init`` makes to see along which axes loops stack its kernel and its state.
+KERNEL_AXES = "kernel_axes"
+"""The leaf of an op that ``init`` makes for ``freeze``, to see along which axes loops stack its kernel.
 
-They have no elements: each of their dimensions has the size 0, and each dimension of a stack has not."""
-_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES, KERNEL_AXES, STATE_AXES))
+It has no elements: each of its dimensions has the size 0, and each dimension of a stack has not."""
+_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES, KERNEL_AXES))
 
 
 STATE = "_fp8_state"
@@ -106,7 +106,7 @@ def _without_state(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             others[name] = value
         elif value and _LEAVES.issuperset(value):
             arrays = {leaf.swapcase(): x for leaf, x in value.items()}
-            arrays = {leaf: x for leaf, x in arrays.items() if leaf not in (KERNEL_AXES, STATE_AXES)}
+            arrays.pop(KERNEL_AXES, None)
             state.update({name.swapcase(): arrays} if arrays else {})
         else:
             others[name], inner = _without_state(value)

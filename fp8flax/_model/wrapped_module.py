@@ -80,7 +80,7 @@ def _in_call(method: Any) -> Any:
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
             with call.active():  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
-            call.finish(self, method.__name__)
+            call.finish(self, method.__name__, args, kwargs, result)
         return result
 
     return nn.nowrap(begin)
@@ -153,14 +153,10 @@ def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
 
-    Before, it traces ``init``, to record how loops stack variables. If ``shapes`` is None, the variables
-    have the shapes of ``init``.
+    If ``shapes`` is None, the variables have the shapes of ``init``.
     """
-    seen = seen_of(model)
-    ops, used_otherwise = seen.ops, set(seen.used_otherwise)
-    made, _ = eval_init(model, args, kwargs)
-    seen.ops, seen.used_otherwise = ops, used_otherwise  # of methods that serve
-    shapes = made if shapes is None else shapes
+    if shapes is None:
+        shapes, _ = eval_init(model, args, kwargs)
     arrays, fill = split_arrays(args, kwargs)
 
     def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:

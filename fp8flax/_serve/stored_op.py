@@ -123,8 +123,8 @@ def stored(
     args: Sequence[Any],
     kernel: jax.Array,
     scales: Scales,
+    axes: Sequence[int],
     *,
-    stacked: Sequence[tuple[Any, int | None]],
     into_op: Callable[[jax.Array], jax.Array],
     back: Callable[[jax.Array], jax.Array] = lambda codes: codes,
 ) -> tuple[jax.Array, Scales]:
@@ -136,20 +136,23 @@ def stored(
         args: the arguments of the op, with shapes instead of arrays.
         kernel: the parameter that is the kernel, a wide float.
         scales: the delayed scales.
-        stacked: how layers are stacked, from the outermost transformation inwards: the axes of the
-            parameters and of the state, or None if the layers share the state. The results are stacked
-            as the parameters are.
+        axes: the axes by which layers are stacked in the kernel and in the results, the outermost first.
         into_op: makes the operand of the op from the parameter of one layer.
         back: moves the bytes of the codes back to the places of the parameter.
     """
 
     def of_one(kernel: jax.Array, scales: Scales) -> Any:
-        codes, scale = _quantized(row, gemms, args, into_op(kernel), scales.get(KERNEL_SCALE))
-        bits = back(jax.lax.bitcast_convert_type(codes, jnp.uint8))
-        return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, KERNEL_SCALE: scale}
+        lhs, _, *arguments = args
+        plan: Any = row.plan(lhs, operand := into_op(kernel), *arguments, recipe=gemms)  # type: ignore[misc]
+        packed = packed_kernel(plan, operand, scales.get(KERNEL_SCALE))
+        bits = back(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
+        # A scalar scale is stored in the shape (1,), as the scaling state has it.
+        scale = packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
+        return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
 
-    for of_params, of_state in reversed(stacked):
-        of_one = jax.vmap(of_one, in_axes=(of_params, of_state), out_axes=of_params)
+    for i, axis in reversed([*enumerate(axes)]):
+        of_scales = {name: _stack_axes(scale.shape)[i] - i for name, scale in scales.items()}
+        of_one = jax.vmap(of_one, in_axes=(axis, of_scales), out_axes=axis)
     is_traced = isinstance(kernel, jax.core.Tracer)
     sharding = None if is_traced else getattr(kernel, "sharding", None)
     # The codes are on the devices of the parameter, if there are several.
@@ -160,36 +163,15 @@ def stored(
     return result
 
 
-def _quantized(
-    row: OpRow, gemms: CustomRecipe, args: Sequence[Any], kernel: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes and the scale of the kernel of an op; ``scale`` is its delayed scale, or None."""
-    quantizer, (lhs, _, *arguments) = gemms.forward.rhs, args
-    assert quantizer is not None
-    if row.plan is not None:
-        packed = packed_kernel(row.plan(lhs, kernel, *arguments, recipe=gemms), kernel, scale)
-        # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        return packed.codes, packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
-    if scale is not None:
-        return quantize(kernel, quantizer.dtype, _broadcastable(scale, kernel)), scale
-    # Weight-only: one scale for each output feature of each stacked kernel.
-    axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
-    scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
-    return quantize(kernel, quantizer.dtype, scale), scale
-
-
-def _broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
-    if scale.ndim == kernel.ndim:
-        return scale
-    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
+def _stack_axes(shape: tuple[int, ...]) -> list[int]:
+    """Returns the axes by which a delayed scale is stacked; the scale has one more axis, of size 1."""
+    own = max(axis for axis, size in enumerate(shape) if size == 1)
+    return [axis for axis in range(len(shape)) if axis != own]
 
 
 def layout_of(row: OpRow, gemms: CustomRecipe, args: Sequence[Any]) -> Layout | None:
-    """Returns the layout of a kernel that an op reads as it is stored; None for other ops."""
-    if row.plan is None:
-        return None
-    plan: Any = row.plan(*args, recipe=gemms)
+    """Returns the layout of a kernel that an op reads as it is stored; None if it has batch dimensions."""
+    plan: Any = row.plan(*args, recipe=gemms)  # type: ignore[misc]
     (_, summed), (_, batch) = plan.dimension_numbers
     return None if batch else Layout(tuple(i for i in range(args[1].ndim) if i not in summed), summed)
 
@@ -247,12 +229,6 @@ def computed(
         recipe=gemms,
         **keywords,
     )
-
-
-def dequantized(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the kernel of an op without a plan. If the op quantizes it again, it gets the same codes."""
-    scale = constant(scale)
-    return (constant(codes).astype(scale.dtype) * _broadcastable(scale, codes)).astype(dtype)
 
 
 def check_is_on(recipe: Recipe | None) -> None:
