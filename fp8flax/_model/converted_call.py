@@ -1,4 +1,4 @@
-"""Runs one call of a converted model: computes each contraction as the rules decide, and records its op."""
+"""Runs one call of a converted model: computes each contraction as the rules decide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.op_base import StateLeaf
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import key_name
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.interception import Contraction, Interception, Path, refuse_in_custom_vjp
@@ -72,7 +71,7 @@ class Call(Interception):
         self._converts = rules.include != ()
         """Whether any contraction can be converted; otherwise all ops of the model were given by hand."""
         self._outer: Mapping[str, Any] = {}
-        """The shapes of the variables that the caller has or gets."""
+        """The shapes of the variables that the caller has or gets, with the state among them."""
         self._made: set[Path] = set()
         """The ops for which ``init`` has made variables."""
         self._depth = 0
@@ -128,15 +127,8 @@ class Call(Interception):
 
     # How methods run.
 
-    def active(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which contractions of Linen modules' methods go to ``contract``.
-
-        FP8 ops are not intercepted.
-        """
-        return nn.intercept_methods(self._around)
-
-    def _around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Runs one method of a module; Linen calls it."""
+    def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
         module, scope = context.module, context.module.scope
         if self.is_passing:
             return run(*args, **kwargs)
@@ -165,8 +157,7 @@ class Call(Interception):
             self.frames.pop()  # JAX may keep the trace alive
 
     def look_for_params(self) -> None:
-        # This method is called for every primitive, so it must return early if there is no new parameter.
-        # Only a running method makes parameters.
+        """Records the parameters of the model that are new; only a running method makes parameters."""
         frame = self.frames[-1]
         scope: Any = frame.module.scope
         if self._num_params.get(frame.root) is None:
@@ -179,7 +170,7 @@ class Call(Interception):
                 self._add_params(scope)
 
     def _add_params(self, scope: Any) -> None:
-        """Tells ``origins`` of the parameters in a scope."""
+        """Records the parameters in a scope."""
         if self.owns(scope.root):
             leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(_params_of(scope)))[0]
             self.origins.add(
@@ -189,6 +180,7 @@ class Call(Interception):
     # How a contraction is computed.
 
     def running(self) -> tuple[Path, Any]:
+        """Returns the module whose method runs, after its path in the model."""
         module = self.frames[-1].module
         return module.scope.path, module
 
@@ -296,10 +288,7 @@ class Call(Interception):
 
 
 class CountingCall(Call):
-    """A call in which no contraction is converted, and each is computed in its ``Site.scope``.
-
-    Converted models inside of the model convert as usual.
-    """
+    """A call in which no contraction is converted, and each is computed in its ``Site.scope``."""
 
     is_counting = True
 

@@ -169,7 +169,7 @@ class Front(FrontTrace):
         interception = self.interception
         if interception.is_passing:
             return self.compute(primitive, operands, params)
-        interception.look_for_params()
+        interception.look_for_params()  # for every primitive, so it must be fast
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):

@@ -32,22 +32,36 @@ class Source(NamedTuple):
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: Any
     part: str = ""
     """The name of the part of the parameter, if the value is joined of several; see ``Origin.part``."""
 
 
 class Move(NamedTuple):
-    """A step that moved or cast a value."""
+    """A step that moved or cast a value of this shape; ``result`` is the index of the new value."""
 
     primitive: Any
     params: dict[str, Any]
     result: int
-    """The index of the value among the results of the primitive."""
     shape: tuple[int, ...]
-    """The shape of the operand."""
-    dtype: Any
-    """The dtype of the operand."""
+
+    @property
+    def is_bijection(self) -> bool:
+        """Whether the step keeps each value once; ``w[None]`` is a broadcast that does."""
+        if self.primitive.name == "broadcast_in_dim":
+            return math.prod(self.params["shape"]) == math.prod(self.shape)
+        return self.primitive.name in BIJECTIONS
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """The dimensions that a slice or a split does not take whole, each with its range."""
+        params = self.params
+        if self.primitive.name == "split":
+            start = sum(params["sizes"][: self.result])
+            return [(params["axis"], start, start + params["sizes"][self.result])]
+        if self.primitive.name != "slice":
+            return []
+        limits = zip(params["start_indices"], params["limit_indices"], self.shape)
+        return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
 
 
 class Origin(NamedTuple):
@@ -65,14 +79,12 @@ class Origin(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, at most cast."""
-        moves = self.moves
-        return self.is_moved and moves is not None and all(m.primitive.name in CASTS for m in moves)
+        return self.is_whole_parameter and all(m.primitive.name in CASTS for m in self.moves or ())
 
     @property
     def is_whole_parameter(self) -> bool:
         """Whether the value holds each element of one parameter once, in any order and shape."""
-        moves = self.moves
-        return self.is_moved and moves is not None and all(map(_is_bijection, moves))
+        return self.is_moved and self.moves is not None and all(m.is_bijection for m in self.moves)
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
         """Makes the value of a whole parameter from an array in the place of the parameter.
@@ -129,11 +141,11 @@ class Origin(NamedTuple):
         axes, text, is_reshaped = list(range(rank)), "", False
         for move in self.moves:
             name, params = move.primitive.name, move.params
-            ranges = _ranges_of(move)
-            if ranges and is_reshaped:
+            if move.ranges and is_reshaped:
                 text += "-" + "x".join(map(str, move.shape))
                 axes, is_reshaped = list(range(len(move.shape))), False
-            text += "".join(f"-axis{axes[i]}-{a}" + ("" if b == a + 1 else f"-{b}") for i, a, b in ranges)
+            for i, start, end in move.ranges:
+                text += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
             if name == "transpose" and not is_reshaped:
                 axes = [axes[i] for i in params["permutation"]]
             elif name == "squeeze" and not is_reshaped:
@@ -144,25 +156,6 @@ class Origin(NamedTuple):
         if not is_reshaped and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
-
-
-def _is_bijection(move: Move) -> bool:
-    """Returns whether a step keeps each value once; ``w[None]`` is a broadcast that does."""
-    if move.primitive.name == "broadcast_in_dim":
-        return math.prod(move.params["shape"]) == math.prod(move.shape)
-    return move.primitive.name in BIJECTIONS
-
-
-def _ranges_of(move: Move) -> list[tuple[int, int, int]]:
-    """Returns the dimensions that a slice or a split does not take whole, each with its range."""
-    params = move.params
-    if move.primitive.name == "split":
-        start = sum(params["sizes"][: move.result])
-        return [(params["axis"], start, start + params["sizes"][move.result])]
-    if move.primitive.name != "slice":
-        return []
-    limits = zip(params["start_indices"], params["limit_indices"], move.shape)
-    return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
 
 
 class ByIdentity:
@@ -186,9 +179,10 @@ class ByIdentity:
         found[name] = held, value
 
 
-CONSTANT, COMPUTED = "constant", "computed"
-"""What is known of a value that is a number in the source of the model, or computed from such numbers; and of
-a value that is computed from parameters and other values."""
+CONSTANT = "constant"
+"""Stands for a number in the source of the model, or a value that is computed from such numbers."""
+COMPUTED = "computed"
+"""Stands for a value that is computed from parameters and other values."""
 
 
 class ParamOrigins:
@@ -214,7 +208,7 @@ class ParamOrigins:
             if hasattr(leaf, "shape") and self.of(leaf) is None:
                 # ``nn.map_variables`` may have computed the parameter.
                 is_moved = self._known.get(leaf) != COMPUTED
-                self._known.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
+                self._known.set(leaf, Origin((Source(path, leaf.shape),), (), is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
         """Records the origins of the results of a primitive."""
@@ -251,7 +245,7 @@ def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Ori
     """Returns the origin of one result of a movement; ``first`` is the first operand."""
     moves = made_of[0].moves if len(made_of) == 1 else None
     if moves is not None:
-        moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
+        moves = (*moves, Move(primitive, params, index, first.shape))
     return Origin(_sources_of(made_of), moves, all(d.is_moved for d in made_of))
 
 

@@ -78,7 +78,7 @@ def _in_call(method: Any) -> Any:
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
         with in_call(call):
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            with call.active():  # also around setup, which Linen runs before the method
+            with nn.intercept_methods(call.around):  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
             call.finish(self, method.__name__, args, kwargs, result)
         return result
@@ -145,7 +145,8 @@ def _empty(*made_by: Any) -> Any:
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
     new = object.__new__(cls)
-    vars(new).update({**vars(model), **vars(model.clone(parent=None))})  # the clone has an identity of its own
+    fresh = model.clone(parent=None)  # has an identity of its own
+    vars(new).update({**vars(model), **vars(fresh)})
     vars(new).pop("_fp8_seen", None)
     return new
 

@@ -221,12 +221,12 @@ class DryRun:
             if function is None or isinstance(function, Fp8Op | LeftWide):
                 function = layer.kind.plain
             setattr(layer.module, layer.kind.field, nnx.static(_InField(function)))
-        nodes: list[Any] = list(nnx.iter_graph(self.copy))
-        for keys, node in nodes:
+        for keys, node in list(nnx.iter_graph(self.copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
-                node._fp8_path = "/".join(map(str, keys))
-                watch(node)
+                module: Any = node
+                module._fp8_path = "/".join(map(str, keys))
+                watch(module)
 
     def trace(self, args: Any, kwargs: Any) -> Any:
         """Returns the program of one call of the model."""
