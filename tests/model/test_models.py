@@ -200,8 +200,6 @@ class TestLikeTheModel:
         assert hash(again) == hash(model8)
         assert isinstance(model8, Everything)
         assert model8 != fp8.quantize_model(Everything(), include="decoder")
-        assert type(model8.clone()) is type(model8)
-        assert repr(model8).startswith("Everything(")
 
     @pytest.mark.long
     def test_autocast(self, model8, variables):
@@ -229,18 +227,14 @@ def test_inputs_of_one_element_are_inputs():
     assert set(one[OWG]) == {"Dense_0", "Fp8DotGeneralOp_w", "last"}
 
 
-@pytest.mark.long
 def test_variables_of_numpy():
     """Variables are NumPy arrays, as ``flax.serialization`` restores them, in a call without jit."""
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
     variables = variables_of(model8, x)
-    variables = fp8.calibrate(model8.apply, variables, [x])
     expected = model8.apply(variables, x)
     assert (expected != Own().apply({"params": variables["params"]}, x)).any()
     np.testing.assert_array_equal(model8.apply(jax.tree.map(np.asarray, variables), x), expected)
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(serve.apply(jax.tree.map(np.asarray, served), x), expected)
 
 
 @pytest.mark.long
@@ -283,9 +277,6 @@ def test_a_module_with_variables_of_its_own():
     assert set(variables[OWG]) == {"Dense_0"}
     _, left = fp8.report(model8, tokens).rows
     assert "applied to variables of its own" in left.reason
-    _, served = fp8.freeze(model8, fp8.calibrate(model8.apply, variables, [tokens]))
-    assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
-    assert served["params"]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
 
 
 def test_products():

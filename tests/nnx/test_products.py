@@ -185,6 +185,22 @@ def test_products_of_activations():
     assert_in_fp8(both, attention, x)
 
 
+class OwnDerivative(nnx.Module):
+    def __init__(self):
+        self.block = Block(nnx.Rngs(0))
+
+    def __call__(self, x):
+        f = nnx.custom_vjp(lambda block, x: block(x))
+        f.defvjp(lambda block, x: (f(block, x), x), lambda x, g: (None, g))
+        return f(self.block, x)
+
+
+def test_in_nnx_custom_vjp():
+    """An op there could not update its state; it is refused as in Linen."""
+    with pytest.raises(ValueError, match="'block.*' .*custom_vjp.*exclude="):
+        fp8.quantize_model(OwnDerivative(), X, include=".*")
+
+
 def test_a_failed_call_leaves_no_trace():
     class Fails(Own):
         def __call__(self, x):
