@@ -322,51 +322,6 @@ def test_linen_op_in_nnx():
     assert op.input_amax_history.get_value()[0] == jnp.max(jnp.abs(X))
 
 
-def linen_steps(model, variables, factors):
-    """Returns the variables after the given steps."""
-    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.01, momentum=0.9))
-
-    @jax.jit
-    def step(state, x):
-        return state.apply_gradients(grads=fp8.grad(lambda v: weighted(model.apply(v, x)))(state.params))
-
-    for factor in factors:
-        state = step(state, factor * X)
-    return dict(state.params)
-
-
-def nnx_steps(model, factors):
-    optimizer = fp8nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9))
-    for factor in factors:
-        train_step(model, optimizer, factor * X)
-    fp8nnx.check_state(model)
-    return model
-
-
-class Made(nnx.Module):
-    def __init__(self, rngs):
-        self.layer = nnx.Linear(16, 16, dot_general=nnx_op(), rngs=rngs)
-
-    def __call__(self, x):
-        return self.layer(x)
-
-
-@pytest.mark.long
-def test_nnx_model_in_linen():
-    """It trains as in NNX, to the last bit."""
-    model = nnx.bridge.ToLinen(Made)
-    variables = model.init(jax.random.key(0), X)
-    assert set(variables) == {"params", OWG}
-    made = Made(nnx.Rngs(0))
-    nnx.update(made, {"layer": {**variables["params"]["layer"], **variables[OWG]["layer"]}})
-    found = linen_steps(model, variables, (1.0, 3.0))
-    expected = pure(nnx_steps(made, (1.0, 3.0)))["layer"]
-    history = found[OWG]["layer"]["dot_general"]["input_amax_history"]
-    assert history[0] == 3 * jnp.max(jnp.abs(X))
-    found = {**found["params"]["layer"], **found[OWG]["layer"]}
-    jax.tree.map(np.testing.assert_array_equal, found, dict(expected))
-
-
 def test_the_rows_of_what_works(request):
     """Each row is a case above."""
     if not request.config.getoption("--write-table"):
