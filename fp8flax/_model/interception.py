@@ -19,7 +19,7 @@ import jax
 
 from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import Equation, equations
-from fp8flax._compat.traces import FrontTrace, current_trace, running_in
+from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
@@ -120,10 +120,9 @@ class Interception(ABC):
         run in other traces. So do those inside of Flax's transformations, whose modules call this method
         again.
         """
-        front = current_trace()
-        if isinstance(front, Front) and front.interception is self:
+        if current_handler() is self:
             return contextlib.nullcontext()
-        return running_in(Front(self))
+        return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
 
     def contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Contraction:
         """Returns the contraction that a primitive computes with these operands and parameters."""
@@ -157,45 +156,39 @@ class Interception(ABC):
         )
         return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
 
-
-class Front(FrontTrace):
-    """Sends the contractions of the methods that run in one trace of JAX to an ``Interception``."""
-
-    def __init__(self, interception: Interception) -> None:
-        super().__init__(passes_for_behind=interception.is_nnx)
-        self.interception = interception
-
-    def on_primitive(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        interception = self.interception
-        if interception.is_passing:
-            return self.compute(primitive, operands, params)
-        interception.look_for_params()  # for every primitive, so it must be fast
+    def on_primitive(
+        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
+        if self.is_passing:
+            return front.compute(primitive, operands, params)
+        self.look_for_params()  # for every primitive, so it must be fast
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
-            with running_in(self.behind), interception.having(is_passing=True):
-                result, scope = interception.contract(interception.contraction(row, operands, params))
+            with running_in(front.behind), self.having(is_passing=True):
+                result, scope = self.contract(self.contraction(row, operands, params))
             if result is not None:
                 return result
             computed_in = jax.named_scope(scope)
         elif primitive.name == "jit" and self._should_open(operands, params):
-            return self.open(params["jaxpr"], operands)
-        with computed_in, interception.having(is_passing=True):
-            results = self.compute(primitive, operands, params)
-        interception.origins.follow(primitive, operands, params, results)
+            return front.open(params["jaxpr"], operands)
+        with computed_in, self.having(is_passing=True):
+            results = front.compute(primitive, operands, params)
+        self.origins.follow(primitive, operands, params, results)
         return results
 
-    def on_function(self, name: str, operands: Sequence[Any], compute: Any) -> Any:
-        interception = self.interception
-        if interception.is_passing:
+    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
+        """Computes a function that is not looked into; the trace in front calls this method."""
+        if self.is_passing:
             return compute()
-        interception.look_for_params()
-        token = _in_custom_vjp.set(_in_custom_vjp.get() or name == "process_custom_vjp_call")
+        self.look_for_params()
+        token = _in_custom_vjp.set(_in_custom_vjp.get() or is_custom_vjp)
         try:
             results = compute()
         finally:
             _in_custom_vjp.reset(token)
-        interception.origins.call(operands, results)
+        self.origins.call(operands, results)
         return results
 
     def _should_open(self, operands: Any, params: Any) -> bool:
@@ -209,7 +202,7 @@ class Front(FrontTrace):
             return False
         inside = equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")
         return any(row_of(one.eqn.primitive) is not None for one in inside) or any(
-            self.interception.origins.of(x) is not None for x in operands
+            self.origins.of(x) is not None for x in operands
         )
 
 

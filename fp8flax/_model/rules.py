@@ -97,10 +97,10 @@ Decided = Sequence[tuple[Site, Decision]]
 """The contractions of a model, with the decisions of the rules."""
 
 NOTHING_SEEN = (
-    "The model's methods compute no contraction that quantize_model looks into. Layers with an op of their "
-    "own, such as Flax's FP8 ops, keep it: leave out their dot_general_cls to have them converted. "
-    "quantize_model looks into Linen's nn.scan and nn.remat, but not into JAX's own lax.scan, "
-    "jax.checkpoint and custom derivatives."
+    "The model computes no contraction that quantize_model looks into. Layers with an op of their own, "
+    "such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and remat, but not into JAX's "
+    "own lax.scan, jax.checkpoint and custom derivatives. In NNX it needs inputs to find what modules "
+    "write out: quantize_model(model, x)."
 )
 
 

@@ -7,6 +7,7 @@ reason why not. ``report`` reads these attributes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -18,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._compat.traces import current_trace
+from fp8flax._compat.traces import current_handler
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
-from fp8flax._model.interception import Contraction, Front, refuse_in_custom_vjp
+from fp8flax._model.interception import Contraction, refuse_in_custom_vjp
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax._train.bridge import needing_inputs, split_arrays
@@ -273,10 +274,8 @@ class _InField:
     plain: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        front = current_trace()
-        if not isinstance(front, Front):
-            return self.plain(*args, **kwargs)
-        with front.interception.having(in_field=True):
+        call = current_handler()
+        with contextlib.nullcontext() if call is None else call.having(in_field=True):
             return self.plain(*args, **kwargs)
 
 
@@ -290,22 +289,12 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
                 "without conversions, with all rules at once."
             )
     copy: Any = nnx.clone(model)
-    contractions = list(map(_found_layer, layers_of(copy)))
+    found = {layer.site.scope: _found_layer(layer) for layer in layers_of(copy)}
     if inputs:
         run = DryRun(copy)
         run.trace(inputs, {})
-        contractions += [one for one in run.found.values() if not one.is_layer]
-    if not contractions:
-        names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
-        raise ValueError(
-            f"The model has no layer that takes an op: none of {names}. "
-            + (
-                "With these inputs its modules compute no other contraction either, outside of JAX's own "
-                "lax.scan, jax.checkpoint and custom derivatives."
-                if inputs
-                else "To convert what its modules write out, pass inputs: fp8flax.quantize_model(model, x)."
-            )
-        )
+        found |= run.found
+    contractions = list(found.values())
     decided = [(one.site, options.decide(one.site)) for one in contractions]
     options.check_matched(decided)
     for one, (site, decision) in zip(contractions, decided):

@@ -17,10 +17,10 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from fp8flax._compat.traces import current_trace, unwatched
+from fp8flax._compat.traces import current_handler, unwatched
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.ops import DOT_GENERAL
-from fp8flax._model.interception import Contraction, Front, Interception, Path
+from fp8flax._model.interception import Contraction, Interception, Path
 from fp8flax.nnx.ops import Fp8Op
 
 dry_run: ContextVar[Any] = ContextVar("dry_run", default=None)
@@ -108,8 +108,7 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
 def _watched(method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        front = current_trace()
-        if isinstance(front, Front) and getattr(front.interception, "module", None) is self:
+        if getattr(current_handler(), "module", None) is self:
             return method(self, *args, **kwargs)
         with unwatched(), ModuleCall(self, method.__name__).watching():
             return method(self, *args, **kwargs)
