@@ -267,7 +267,7 @@ class Call(Interception):
         collection = STATE if root.is_mutable_collection(STATE) else PARAMS
         if root.is_mutable_collection(collection):
             self._made.add(op.path)
-            for name, below in placed(collection, op.path[len(root.path) :], arrays)[collection].items():
+            for name, below in placed(op.path[len(root.path) :], arrays).items():
                 root.put_variable(collection, name, below)
 
     def _roots_of(self, path: Path) -> tuple[list[Any], list[Any]]:

@@ -258,35 +258,3 @@ def test_out_sharding(name, cell):
                 assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
     if name in RECIPES:
         cell("nnx", EXPLICIT, name)
-
-
-class Split(nnx.Module):
-    """A feed-forward block whose hidden width is split, and summed again."""
-
-    def __init__(self):
-        with_partitioning = partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
-        linear = partial(nnx.Linear, use_bias=False, rngs=rngs())
-        self.up = linear(32, 64, kernel_init=with_partitioning((None, "model")))
-        self.down = linear(64, 32, kernel_init=with_partitioning(("model", None)))
-        self.heads = nnx.Einsum("bta,hac->bcth", (2, 32, 4), rngs=rngs())
-
-    def __call__(self, x):
-        x = self.down(nnx.relu(self.up(x, out_sharding=P("data", None, "model"))), out_sharding=P("data"))
-        return self.heads(x, out_sharding=P("data", None, None, None))
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:These scales are frozen")
-def test_out_sharding_in_a_model():
-    """Which is converted, reported, trained and frozen; and the Linen ops, as the bridge gives them on."""
-    x = normal(0, 4, 8, 32)
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
-        model = fp8nnx.quantize_model(Split(), DELAYED, include=".")
-        x = jax.sharding.reshard(jnp.asarray(x), P("data"))
-        assert [row.converted for row in fp8nnx.report(model, x).rows] == [True] * 3
-        grads = nnx.jit(lambda model: fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model))(model)
-        assert jax.typeof(grads["up"]["kernel"].get_value()).sharding.spec == P(None, "model")
-        fp8nnx.overwrite_state(model, grads)
-        frozen = fp8nnx.freeze(model, x)
-        np.testing.assert_allclose(frozen(x), model(x), rtol=1e-5, atol=1e-5)
-        assert jax.typeof(frozen(x)).sharding.spec == P("data", None, None, None)
