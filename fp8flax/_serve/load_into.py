@@ -234,10 +234,19 @@ def _makers(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> M
             "its module must have one frozen kernel with one scale. Load the wide model, and freeze it"
         )
     made: Makers = {path: lambda: arranged(tensor.codes)}
-    for place, scale in scales.items():
-        is_of_kernel = place[-1] == KERNEL_SCALE
-        array = _scale(tensor, shape, num_summed, scale) if is_of_kernel else _input_scale(tensor, scale)
-        made[place] = partial(array.astype, scale.dtype)
+    for place, like in scales.items():
+        given, size = tensor.input_scale, math.prod(like.shape)
+        array = None if given is None or given.size != size else given.reshape(like.shape)
+        if place[-1] == KERNEL_SCALE:
+            given = tensor.scale
+            array = scale_of_file(tensor.shape, given, tensor.block, shape, num_summed, like)
+        if array is None:
+            raise Misfit(
+                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and in the checkpoint "
+                f"it is {'none' if given is None else f'{given.dtype}{list(given.shape)}'}, with blocks of "
+                f"{list(tensor.block)}. Freeze the model with the recipe of the checkpoint"
+            )
+        made[place] = partial(array.astype, like.dtype)
     return made
 
 
@@ -297,42 +306,9 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
     return 0
 
 
-def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
-    """Returns the scale of a frozen kernel of this shape, which sums over ``num_summed`` dimensions."""
-    found = scale_of_file(tensor.shape, tensor.scale, tensor.block, kernel, num_summed, leaf)
-    if found is None:
-        raise Misfit(
-            f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(leaf.shape)}. "
-            "Freeze the model with the recipe of the checkpoint"
-        )
-    return found
-
-
-def _input_scale(tensor: CheckpointTensor, leaf: Any) -> np.ndarray:
-    """Returns the fixed scale of a frozen layer's input."""
-    scale = tensor.input_scale
-    if scale is None or scale.size != math.prod(leaf.shape):
-        raise Misfit(
-            f"the frozen layer needs an input scale of shape {list(leaf.shape)}, and the checkpoint has "
-            f"{'none' if scale is None else list(scale.shape)}. Freeze the model with another recipe"
-        )
-    return scale.reshape(leaf.shape)
-
-
 def _placed(array: np.ndarray, leaf: Any) -> jax.Array:
-    """Copies an array to the devices of the variable that it replaces, or to the default device.
-
-    The result has the sharding of the variable, if it has one. It is committed to its devices if the
-    variable is.
-    """
+    """Copies an array to the devices that the variable is committed to, or to the default device."""
     # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
     # use the memory of an array of NumPy, even with ``may_alias=False``.
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return jnp.array(array)
-    if getattr(leaf, "committed", True):
-        return jax.device_put(np.array(array), sharding)
-    [device] = sharding.device_set
-    with jax.default_device(device):
-        return jnp.array(array)
+    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    return jax.device_put(np.array(array), sharding)

@@ -288,8 +288,7 @@ def scale_of_file(
 ) -> np.ndarray | None:
     """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
 
-    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
-    possible, all must give the same values.
+    The shape of the frozen scale shows which kinds of scale it can be. All must give the same values.
 
     Args:
         weight: the shape of the weight in the file, ``(..., out, in)``.
@@ -300,22 +299,20 @@ def scale_of_file(
         like: the scale of the frozen model, with a shape and a dtype.
     """
     *stack, out, width = weight
-    is_e8m0, shape = like.dtype.itemsize == 1, tuple(like.shape)
-    rows, columns = _MX if is_e8m0 else _SQUARE
-    kinds = [(rows, columns)] if shape == (*stack, 1, -(-out // rows), -(-width // columns)) else []
-    if not is_e8m0 and shape == (*stack, 1):
-        kinds.append((out, width))
-    if not is_e8m0 and shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
-        kinds.append((1, width))
-    found: list[np.ndarray] = []
-    sizes = [max(1, n) for n in weight[-2:]]
-    for kind in kinds:
-        wanted, given = (list(map(min, sizes, each)) for each in (kind, block[-2:]))
-        if given not in (wanted, sizes):  # one scale per tensor serves all kinds
-            return None
-        counts = (-(-n // size) for n, size in zip(sizes, wanted))
-        found.append(np.broadcast_to(scale, (*stack, *counts)))
+    rows, columns = _MX if like.dtype.itemsize == 1 else _SQUARE
+    sizes, found = [max(1, n) for n in (out, width)], list[np.ndarray]()
+    # The frozen model has one scale for the tensor, for each output feature, or for each block.
+    for shape, kind in (
+        ((*stack, 1), (out, width)),
+        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, width)),
+        ((*stack, 1, -(-out // rows), -(-width // columns)), (rows, columns)),
+    ):
+        if shape == tuple(like.shape):
+            wanted, given = ([*map(min, sizes, each)] for each in (kind, block[-2:]))
+            if given not in (wanted, sizes):  # one scale per tensor serves all kinds
+                return None
+            counts = (-(-n // size) for n, size in zip(sizes, wanted))
+            found.append(np.broadcast_to(scale, (*stack, *counts)).reshape(shape))
     can_hold = like.dtype in (scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    if len({each.tobytes() for each in found}) != 1 or not can_hold:
-        return None
-    return found[0].reshape(shape).astype(like.dtype)
+    is_clear = can_hold and len({each.tobytes() for each in found}) == 1
+    return found[0].astype(like.dtype) if is_clear else None
