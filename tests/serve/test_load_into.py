@@ -141,24 +141,20 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
             fp8.load_into(variables, checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:FP8 convolutions")
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
-    """A convolution in FP8 is in the file as in the model, with its scale under the name of its op."""
+    """A kernel that the model transposes is in the file as in the model, and so is its scale."""
 
-    class Patches(nn.Module):
+    class Transposed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Conv(8, (2, 2), name="conv")(x)
+            return x @ self.param("kernel", nn.initializers.lecun_normal(), (8, 64)).T
 
-    x = np.asarray(normal(0, 1, 4, 4, 4))
-    model8, variables = trained(Patches(), x, recipe=RECIPES["delayed"])
+    model8, variables = trained(Transposed(), X, recipe=RECIPES["delayed"])
     model, served = fp8.freeze(model8, variables)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    with pytest.raises(
-        ValueError, match=r"conv/kernel from conv\.kernel: it must be float32, and is .* without"
-    ):
+    with pytest.raises(ValueError, match=r"params/kernel from kernel: it must be float32, and is .* without"):
         fp8.load_into(variables, checkpoint)
 
 
