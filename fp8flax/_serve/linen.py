@@ -121,13 +121,8 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a frozen Linen model and its variables; see ``freeze.freeze``.
 
-    Args:
-        model: the model in training.
-        args: its variables, and the inputs to trace it with.
-        kwargs: the keyword inputs.
-        weight_only: see ``freeze.freeze``.
-        wide: gets the reason for each kernel that stays wide.
-        fresh: gets the names of the delayed scales that have seen no data.
+    ``wide`` gets the reason for each kernel that stays wide, and ``fresh`` the names of the delayed scales
+    that have seen no data.
     """
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
@@ -135,12 +130,13 @@ def freeze(
     warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    # If the ops were given by hand, the rules convert nothing.
-    base = getattr(model, "_fp8_base", type(model))
-    rules = getattr(model, "_fp8_rules", Rules(include=(), allow_unmatched=True))
+    base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
+    if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
+        base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
+    if inputs or kwargs:
+        calls = {"__call__": (inputs, kwargs)}
     recording = Recording()
-    traced = convert(model, converted_class(base, rules, recording))
-    _trace(traced, unboxed, seen_of(model).calls if not (inputs or kwargs) else {"": (inputs, kwargs)})
+    _trace(convert(model, converted_class(base, rules, recording)), recording, unboxed, calls)
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
     uses.update(recording.read)
@@ -154,7 +150,12 @@ def freeze(
             (kernel,), origin, axes = found.kernel_paths, found.kernel, recording.axes.get(path, ())
             assert origin is not None
             parameter = params[kernel]
-            _check_stacked_alike(path, own, parameter.ndim - len(origin.sources[0].shape))
+            if any(scale.ndim != 1 + len(axes) for scale in own.values()):
+                raise ValueError(
+                    f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
+                    "own: one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both "
+                    "collections alike."
+                )
             codes[kernel], own = stored(
                 *(found.row, gemms, found.args, parameter, own, axes),
                 into_op=origin.rebuild,
@@ -173,43 +174,28 @@ def freeze(
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _trace(model: Any, variables: Mapping[str, Any], calls: Mapping[str, Any]) -> None:
-    """Traces calls of a model, which its ``Recording`` records.
-
-    Args:
-        model: the model.
-        variables: its variables.
-        calls: the arguments of each call by the name of the method, which is empty for ``__call__``.
+def _trace(model: Any, recording: Recording, variables: Mapping[str, Any], calls: Mapping[str, Any]) -> None:
+    """Traces calls of a model, with arguments by the names of methods, to fill a recording.
 
     Raises:
         ValueError: no FP8 op ran.
     """
-    recording = model._fp8_serving
-    shapes = jax.eval_shape(lambda v: v, variables)
-    of_methods = {name: (x, {**kw, "method": name} if name else kw) for name, (x, kw) in calls.items()}
+    shapes = jax.tree.map(as_struct, variables)  # without shardings
+    of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
     for args, kwargs in of_methods.values():
         trace_apply(model, shapes, args, kwargs)
     if not recording.ops:
         raise ValueError(
-            f"No FP8 op of {model._fp8_base.__name__} ran with these inputs. Pass inputs to trace the "
-            "model with: freeze(model, variables, x). If it has no FP8 ops, convert it by "
+            f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
+            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted."
         )
     params = _leaves(variables[PARAMS])
     sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
-    if any(len(source.shape) < params[source.path].ndim for source in sources):
+    if any(len(source.shape) < params[source.path].ndim for source in sources):  # in a loop
         main = of_methods.get("__call__")
         for args, kwargs in [main] if main is not None else of_methods.values():
             eval_init(model, args, kwargs)
-
-
-def _check_stacked_alike(path: Path, scales: Scales, num_stacked: int) -> None:
-    """Raises ``ValueError`` if the scales of an op are stacked more often than its kernel."""
-    if any(scale.ndim - 1 != num_stacked for scale in scales.values()):
-        raise ValueError(
-            f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: "
-            "one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
-        )
 
 
 class SeenOp(NamedTuple):
@@ -250,15 +236,15 @@ def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> s
     return "something else reads it too" if uses[found.kernel_paths[0]] > 1 else None
 
 
-@dataclasses.dataclass(eq=False)
 class Recording:
     """What the traces of a model show. It makes the calls of the model."""
 
-    ops: dict[Path, SeenOp] = dataclasses.field(default_factory=dict)
-    axes: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
-    read: set[Path] = dataclasses.field(default_factory=set)
-    """The parameters that something else than an FP8 op reads."""
+    def __init__(self) -> None:
+        self.ops: dict[Path, SeenOp] = {}
+        self.axes: dict[Path, tuple[int, ...]] = {}
+        """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
+        self.read: set[Path] = set()
+        """The parameters that something else than an FP8 op reads."""
 
     def __call__(self, cls: Any, rules: Rules) -> Call:
         """Returns a new call of a model of this class."""
@@ -278,7 +264,7 @@ class RecordingCall(Call):
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
         if recipe is None or self.is_apart:
-            self.reads.use((lhs, rhs))
+            self.reads.use((lhs, rhs, *rest))
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         if self.is_init:
@@ -299,7 +285,6 @@ class RecordingCall(Call):
         if not self.is_init:
             self.reads.use(jax.tree.leaves(result))
             self.recording.read |= self.reads.read
-            return
         for path in self._made:
             axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
             if axes is not None:

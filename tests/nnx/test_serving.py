@@ -218,10 +218,7 @@ def test_what_cannot_be_frozen(calibrated):
 
     recipe = fp8.Float8CurrentScaling()
     model = fp8nnx.quantize_model(Other(nnx.Rngs(0)), recipe, include=".*")
-    wide = (
-        r"conv/conv_general_dilated \(it is a convolution\); sums/einsum_op \(its einsum does not .*\); "
-        r"unused/dot_general \(it did not run with these inputs\)\."
-    )
+    wide = r"conv/conv_general_dilated .*; sums/einsum_op .*; unused/dot_general"
     with pytest.warns(UserWarning, match=f"These kernels of FP8 ops stay wide: {wide}"):
         frozen = fp8nnx.freeze(model, X)
     np.testing.assert_array_equal(frozen(X), model(X))
@@ -230,7 +227,7 @@ def test_what_cannot_be_frozen(calibrated):
     input_alone = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=recipe.gemms.forward.lhs))
     two = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
     model = fp8nnx.quantize_model(two, rules=[("layers/0", recipe), ("layers/1", input_alone)])
-    with pytest.warns(UserWarning, match=r"layers/1/dot_general \(its recipe keeps the kernel"):
+    with pytest.warns(UserWarning, match=r"wide: layers/1/dot_general"):
         frozen = fp8nnx.freeze(model, X)
     np.testing.assert_array_equal(frozen(X), model(X))
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="FP8 is off here, by autocast"):
@@ -301,13 +298,12 @@ def test_kernels_that_are_read_elsewhere_stay_wide(how):
     model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")
     expected = nnx.clone(model)(X)
     where = "norm/layer_instance" if how.endswith("Norm") else "tied"
-    reason = "something else than this op reads or changes the kernel"
-    with pytest.warns(UserWarning, match=rf"wide: {where}/dot_general \({reason}\)\."):
+    with pytest.warns(UserWarning, match=rf"wide: {where}/dot_general \(something else reads"):
         frozen = fp8nnx.freeze(model, X)
     assert frozen.first.kernel.get_value().dtype == jnp.float8_e4m3fn
     assert frozen.tied.kernel.get_value().dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, frozen(X), expected)
-    with pytest.raises(ValueError, match="nothing to freeze: something else than its layer's op reads"):
+    with pytest.raises(ValueError, match="nothing to freeze"):
         fp8nnx.freeze(fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include="tied|inst"), X)
 
 
@@ -400,7 +396,7 @@ def test_safetensors_of_stacked_layers_lists_and_wide_ops(tmp_path):
             return self.layers[1](self.layers[0](x))
 
     model = fp8nnx.quantize_model(Stack(), fp8.Float8CurrentScaling(), include=".*")
-    with pytest.warns(UserWarning, match="it is a convolution"):
+    with pytest.warns(UserWarning, match="layers/1/conv_general_dilated"):
         frozen = fp8nnx.freeze(model, X)
     path = tmp_path / "model.safetensors"
     fp8nnx.save_safetensors(path, frozen)
