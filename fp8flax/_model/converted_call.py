@@ -16,7 +16,6 @@ from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.ops.row import OpRow
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import key_name
 from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op

@@ -50,7 +50,7 @@ from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.quantize import saturated
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
@@ -62,10 +62,8 @@ from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     DAMAGED,
-    KERNEL_SCALE,
     WEIGHT_ONLY,
     Path,
-    Scales,
     ServedOp,
     check_is_on,
     computed,
@@ -174,7 +172,7 @@ def freeze(
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _trace(model: Any, recording: Recording, variables: Mapping[str, Any], calls: Mapping[str, Any]) -> None:
+def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str, Any]) -> None:
     """Traces calls of a model, with arguments by the names of methods, to fill a recording.
 
     Raises:
@@ -260,7 +258,7 @@ class RecordingCall(Call):
         self.origins = self.reads = Reads()
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
         if recipe is None or self.is_apart:
@@ -403,7 +401,7 @@ class ServingCall(Call):
             )
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
         if self.is_apart:
@@ -418,7 +416,7 @@ class ServingCall(Call):
             )
         served = self._ops[op.path]
         self.reads.use((lhs, *rest))
-        arrays = {name: self.stored(op, name) for name, *_ in served.scales}
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name, *_ in served.scales}
         if served.kernel is not None:
             arrays[CODES] = self.stored(op, CODES)
         if missing := [name for name, x in arrays.items() if x is None]:
@@ -439,8 +437,8 @@ class ServingCall(Call):
         origin = self.origin_of(rhs)
         if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel:
             raise ValueError(
-                f"The kernel of the FP8 op at {'/'.join(served.path)} comes from other parameters than when "
-                "the model was frozen. Freeze it with inputs like those that it serves."
+                f"The kernel of the FP8 op at {'/'.join(served.path)} comes from other parameters than "
+                "when the model was frozen. Freeze it with inputs like those that it serves."
             )
         return origin.rebuild(codes, casts=False)
 

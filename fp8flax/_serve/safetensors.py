@@ -73,11 +73,11 @@ def save_safetensors(
 
     Raises:
         OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
-            function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes; or the folder has an index, which would hide the file.
+        TypeError: ``model`` does not come from ``freeze``, ``rename`` is neither a mapping nor a function,
+            or JSON cannot hold ``config``.
+        ValueError: two variables would have one name; a variable has a dtype that files do not hold; a
+            pattern matches nothing; a name would be empty, or give the tensors of one layer different
+            prefixes; or the folder has an index, which would hide the file.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
             given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 
@@ -153,18 +153,13 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> str:
     """Returns the text of a model's ``config.json``."""
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            "config must be a mapping, such as the to_dict() of a transformers config; got "
-            f"{type(config).__name__}."
-        )
     if quantization is None:
         raise ValueError(
             "config was given, but no quantization_config can describe this model, so a loader would take "
-            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, "
-            "the kernel of a convolution in FP8, or an FP8 op whose kernel is not stored in FP8 as it is "
-            "multiplied. Freeze the model with one other recipe, or with weight_only=True; leave such "
-            "layers out of FP8; or leave config out."
+            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, or "
+            "an op such as a convolution, whose kernel is not stored in FP8 as it is multiplied. Freeze "
+            "the model with one other recipe, or with weight_only=True; leave such layers out of FP8; or "
+            "leave config out."
         )
     if config.get("quantization_config") is not None:
         raise ValueError(
@@ -175,7 +170,4 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
         # Loaders make an lm_head, which is not in the file, and would look for its scale.
         key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
         quantization = {**quantization, key: sorted({*quantization[key], "lm_head"})}
-    try:
-        return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"config must have values that JSON can hold: {error}.") from error
+    return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"

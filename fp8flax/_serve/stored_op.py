@@ -17,16 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
 from fp8flax._core.ops.modes import packed_kernel
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
 from fp8flax._core.state.tree import history_axis
 
@@ -106,12 +103,7 @@ def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], f
 @functools.partial(jax.jit, static_argnums=0)
 def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
     """Returns the next scale of a state; for stacked states the next scale of each."""
-    axis = history_axis(scale, history)
-    if axis is None:
-        raise ValueError(
-            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
-            "must have the same shape, but for one axis, where the scale has size 1."
-        )
+    axis: Any = history_axis(scale, history)
     scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
     next_scales = scale_of(delayed_config(quantizer), ScalingState(scales, histories))
     return jnp.moveaxis(next_scales[..., None], -1, axis)

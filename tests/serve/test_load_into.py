@@ -154,7 +154,9 @@ def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    with pytest.raises(ValueError, match=r"params/kernel from kernel: it must be float32, and is .* without"):
+    with pytest.raises(
+        ValueError, match=r"params/kernel from kernel: it must be float32, and is .* without"
+    ):
         fp8.load_into(variables, checkpoint)
 
 

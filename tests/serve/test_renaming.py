@@ -141,12 +141,7 @@ def test_config_of_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ("net", TypeError, "config must be a mapping, such as the to_dict.*; got str"),
-        (
-            {"a": {1, 2}},
-            TypeError,
-            "config must have values that JSON can hold: .*set is not JSON serializable",
-        ),
+        ({"a": {1, 2}}, TypeError, "set is not JSON serializable"),
         (
             {"quantization_config": {"a": 1}},
             ValueError,
@@ -187,7 +182,7 @@ def test_convolutions(tmp_path):
     model8, x = fp8.quantize_model(nn.Conv(16, (2, 2), strides=2), include=".*"), normal(0, 1, 4, 4, 16)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     model, served = fp8.freeze(model8, variables)
-    with pytest.raises(ValueError, match="convolution in FP8"):
+    with pytest.raises(ValueError, match="convolution"):
         fp8.save_safetensors(tmp_path / "model", model, served, config=CONFIG)
     fp8.save_safetensors(tmp_path / "model", model, served)
     tensors, config = read(tmp_path / "model")
