@@ -78,9 +78,6 @@ from fp8flax._train.check import warn_if_damaged
 SERVED = "_fp8_served"
 """The name of the collection with the arrays of frozen ops."""
 
-CALIBRATE = "fp8flax.calibrate(model.apply, variables, batches)"
-"""The call that calibrates a Linen model, for warnings."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Serving:

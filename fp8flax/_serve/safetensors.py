@@ -46,17 +46,11 @@ def save_safetensors(
     give equal files.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
-    architecture by its own names: ``rename`` gives them to the tensors, and ``config`` writes the
-    ``config.json`` that the loader reads first.
-
-    The metadata of the file contain the matching ``quantization_config``. Its ``quant_method`` is ``fp8``
-    for 128×128 blocks, and ``compressed-tensors`` for scales per tensor and per output feature. There is no
-    such config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in
-    one model.
-
-    To save a frozen model for this package, use any checkpoint library, such as Orbax. ``load_into`` reads
-    the file of this function into a model.
+    A loader knows an architecture by its own names: ``rename`` gives them to the tensors, and ``config``
+    writes the ``config.json`` that the loader reads first. The metadata of the file contain the matching
+    ``quantization_config``: ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
+    output feature. There is no such config for MXFP8, for dtypes other than e4m3fn, for convolutions in
+    FP8, and for several recipes in one model. ``load_into`` reads the file into a model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.

@@ -46,9 +46,6 @@ from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
 
-CALIBRATE = "fp8flax.nnx.calibrate"
-"""The call that calibrates an NNX model, for warnings."""
-
 
 class Frozen(nnx.Variable[Any]):
     """Variable of a frozen model that is not trained: a kernel in FP8, or a scale.
