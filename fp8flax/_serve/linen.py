@@ -406,38 +406,28 @@ class ServingCall(Call):
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
-        if op.path not in self._ops:
-            raise ValueError(
-                f"The FP8 op at {'/'.join(op.path)} did not run when the model was frozen. Freeze the "
-                "model with inputs that reach this op."
-            )
-        served = self._ops[op.path]
         self.reads.use((lhs, *rest))
-        arrays: dict[str, Any] = {name: self.stored(op, name) for name, *_ in served.scales}
-        if served.kernel is not None:
-            arrays[CODES] = self.stored(op, CODES)
+        served, origin = self._ops.get(op.path), self.origin_of(rhs)
+        whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
+        if served is None or served.kernel not in (None, whole):
+            raise ValueError(
+                f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
+                "frozen. Freeze the model with inputs that reach the op as it is called here."
+            )
+        names = [name for name, *_ in served.scales] + [CODES] * (served.kernel is not None)
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
         gemms = served.gemms
-        if served.kernel is not None:
-            codes = self._moved(served, rhs, arrays.pop(CODES))
+        if served.kernel is not None and origin is not None:
+            codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
             return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
         if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
         return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, arrays), gemms), **keywords)
-
-    def _moved(self, served: ServedOp, rhs: jax.Array, codes: Any) -> jax.Array:
-        """Returns the codes for the operand ``rhs``, moved as the model moves the kernel."""
-        origin = self.origin_of(rhs)
-        if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel:
-            raise ValueError(
-                f"The kernel of the FP8 op at {'/'.join(served.path)} comes from other parameters than "
-                "when the model was frozen. Freeze it with inputs like those that it serves."
-            )
-        return origin.rebuild(codes, casts=False)
 
 
 def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, Any]) -> States:

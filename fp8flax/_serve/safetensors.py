@@ -48,9 +48,9 @@ def save_safetensors(
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
     A loader knows an architecture by its own names: ``rename`` gives them to the tensors, and ``config``
     writes the ``config.json`` that the loader reads first. The metadata of the file contain the matching
-    ``quantization_config``: ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
-    output feature. There is no such config for MXFP8, for dtypes other than e4m3fn, for convolutions in
-    FP8, and for several recipes in one model. ``load_into`` reads the file into a model.
+    ``quantization_config``: ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and
+    per output feature. There is no such config for MXFP8, for dtypes other than e4m3fn, for convolutions
+    in FP8, and for several recipes in one model. ``load_into`` reads the file into a model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -62,8 +62,8 @@ def save_safetensors(
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
         config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-            None writes no such file.
+            as ``to_dict()`` of a transformers config returns it; its ``quantization_config`` becomes that
+            of this model. None writes no such file.
 
     Raises:
         OSError: a file cannot be written, for instance because the disk is full.
@@ -73,7 +73,7 @@ def save_safetensors(
             pattern matches nothing; a name would be empty, or give the tensors of one layer different
             prefixes; or the folder has an index, which would hide the file.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
-            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
+            given, and no ``quantization_config`` describes the model.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -154,11 +154,6 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
             "an op such as a convolution, whose kernel is not stored in FP8 as it is multiplied. Freeze "
             "the model with one other recipe, or with weight_only=True; leave such layers out of FP8; or "
             "leave config out."
-        )
-    if config.get("quantization_config") is not None:
-        raise ValueError(
-            "config must not have a quantization_config, because save_safetensors adds that of this model; "
-            f"got {config['quantization_config']!r}. Leave it out."
         )
     if config.get("tie_word_embeddings"):
         # Loaders make an lm_head, which is not in the file, and would look for its scale.

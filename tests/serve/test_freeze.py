@@ -27,10 +27,6 @@ E4M3 = jnp.float8_e4m3fn
 WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
 
 
-def size(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
 def frozen_alike(model8, variables, x, *inputs):
     """Returns a frozen model and its variables; its results have the bits of the trained model's."""
     serve, served = fp8.freeze(model8, variables, *inputs)
@@ -78,8 +74,7 @@ def test_same_logits(name, recipe):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
-@pytest.mark.parametrize("recipe", ["block128", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "spec"), [("block128", P("x")), ("mxfp8", P(None, "x"))])
 def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
     """The codes are those of one device, sharded as the kernel; JAX derives no sharding of blocks."""
     x, model = normal(0, 8, 256), nn.Dense(256, use_bias=False)
@@ -123,21 +118,10 @@ def in_three_ways(model, variables, x):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("dtype", "seed"),
-    [
-        (jnp.float16, 0),
-        pytest.param(jnp.bfloat16, 1, marks=pytest.mark.long),
-        pytest.param(jnp.float32, 2, marks=pytest.mark.long),
-    ],
-    ids=lambda v: getattr(v, "__name__", str(v)),
-)
-def test_half_way_between_two_codes(dtype, seed):
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
+def test_half_way_between_two_codes(dtype):
     """The trained and the frozen model round a value as NumPy's quotient does."""
-    (x, x_scale), (kernel, kernel_scale) = (
-        ties(seed, 8, 64, dtype=dtype),
-        ties(seed + 10, 64, 16, dtype=dtype),
-    )
+    (x, x_scale), (kernel, kernel_scale) = ties(0, 8, 64, dtype=dtype), ties(10, 64, 16, dtype=dtype)
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
     model = nn.Dense(16, dtype=dtype, use_bias=False, dot_general_cls=op)
     variables = {**variables_of(model, x), "params": {"kernel": kernel.astype(jnp.float32)}}
@@ -150,21 +134,8 @@ def test_half_way_between_two_codes(dtype, seed):
         np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("name", cells(["own", "scan", "vmap"], repeated=["vmap"]))
-def test_weights_only(name):
-    """Each output feature has a scale; the inputs stay wide."""
-    model, x = MODELS[name][0](), normal(0, 2, 4, 8)
-    model8, variables = trained(model, x)
-    serve, served = fp8.freeze(model8, variables, weight_only=True)
-    out, expected = jax.jit(serve.apply)(served, x), model.apply({"params": variables["params"]}, x)
-    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-    assert 0 < error < 0.05
-    names = {path.rpartition("/")[2] for path in flat(served["params"])}
-    assert "kernel_scale" in names
-    assert "input_scale" not in names
-
-
-def test_weights_only_beside_numpy():
+def test_weights_only():
+    """Each output feature has a scale, as in NumPy; the inputs stay wide."""
     model8, variables = trained(nn.Dense(6), np.ones((2, 8), np.float32))
     serve, served = fp8.freeze(model8, variables, weight_only=True)
     kernel = np.asarray(variables["params"]["kernel"])
@@ -172,6 +143,7 @@ def test_weights_only_beside_numpy():
     kernel = (kernel / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
     x = np.asarray(normal(0, 2, 8))
     np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
+    assert set(served["params"]["Fp8DotGeneralOp_0"]) == {"kernel_scale"}
 
 
 def test_weights_only_reads_the_codes_alone(gpu):
@@ -196,15 +168,6 @@ def test_no_loop_makes_the_kernels_of_all_layers_wide(gpu):
     target = compiling.find_target("h200")
     program = compiling.compile_for(target, serve.apply, (served, x)).as_text()
     assert set(re.findall(r"(\w+)\[3,1024,1024\]", program)) == {"f8e4m3fn"}
-
-
-def test_bytes_of_a_transformer():
-    model = LanguageModel(width=256, layers=2, vocabulary=64)
-    model8 = fp8.quantize_model(model, **ALL)
-    shapes = jax.eval_shape(model8.init, jax.random.key(0), TOKENS)
-    variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
-    wide = size(variables["params"])
-    assert size(fp8.freeze(model8, variables, TOKENS)[1]) <= 0.27 * wide
 
 
 HIDDEN = ("scan", "carried", "cond", "while", "checkpoint", "derivative", "jit", "vmap")
@@ -268,9 +231,6 @@ class NormInSetup(nn.Module):
     def __call__(self, x):
         return x @ self.w / self.norm
 
-    def penalty(self):
-        return jnp.sum(self.w**2)
-
 
 class Penalized(nn.Module):
     def setup(self):
@@ -296,13 +256,11 @@ class Methods(nn.Module):
         return self.second(self.first(x))
 
 
-class InParts(nn.Module):
+class Parts(nn.Module):
     """Kernels that are parts of a parameter, or joined from several; and one that is used twice."""
 
-    stack: bool = False
-
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _):
         init = nn.initializers.lecun_normal()
         qkv, layers = self.param("qkv", init, (8, 24)), self.param("layers", init, (2, 8, 8))
         q, k, v = (x @ w for w in jnp.split(qkv, 3, axis=1))
@@ -312,16 +270,14 @@ class InParts(nn.Module):
         gates = [self.param(name, init, (8, 4)) for name in ("gate", "up")]
         x = nn.tanh(x @ jnp.concatenate(gates, axis=1))
         twice = self.param("twice", init, (8, 8))
-        x = nn.tanh(x @ twice) @ twice
-        return (x, None) if self.stack else x
+        return nn.tanh(x @ twice) @ twice, None
 
 
 class StackOfParts(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        scan = nn.scan(lambda m, x, _: m(x), length=3, **axes)
-        return scan(InParts(stack=True, name="blocks"), x, None)[0]
+        return nn.scan(Parts, length=3, **axes)(name="blocks")(x, None)[0]
 
 
 class NotAsAWhole(nn.Module):
@@ -355,9 +311,7 @@ STAYS = {
     "hidden": (ReadTwice(), "current", {"alone"}, dict.fromkeys(HIDDEN, READ)),
     "two kernels": (BothHeads(), "delayed", set(), {"OneOp_0/w0": PART, "OneOp_0/w1": PART}),
     "setup": (NormInSetup(), "delayed", set(), {"w": READ}),
-    "parts": (InParts(), "delayed", {"twice"}, OF_PARTS),
-    "stacked parts": (StackOfParts(), "delayed", {"twice"}, OF_PARTS),
-    "stacked parts, axiswise": (StackOfParts(), "axiswise", {"twice"}, OF_PARTS),
+    "stacked parts": (StackOfParts(), "axiswise", {"twice"}, OF_PARTS),
     "others": (
         NotAsAWhole(),
         "delayed",
@@ -390,6 +344,20 @@ def test_what_is_stored_nevertheless(model, names):
     assert narrow(served) == names
 
 
+def test_a_kernel_that_is_returned_stays_wide():
+    class Returned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+            return x @ kernel, kernel.T
+
+    x = normal(0, 4, 8)
+    model8, variables = trained(Returned(), x)
+    with pytest.warns(UserWarning, match=rf"stay wide: w \({READ}"):
+        serve, served = fp8.freeze(model8, variables, x)
+    jax.tree.map(np.testing.assert_array_equal, serve.apply(served, x), model8.apply(variables, x))
+
+
 class TestOtherCalls:
     """What the frozen model does not know is an error."""
 
@@ -400,9 +368,7 @@ class TestOtherCalls:
         model8, variables = trained(heads(), self.x)
         serve, served = fp8.freeze(model8, variables)
         serve.apply(served, self.x)
-        with pytest.raises(
-            ValueError, match="comes from other parameters than when|did not run when the model was frozen"
-        ):
+        with pytest.raises(ValueError, match="did not run with this kernel"):
             serve.apply(served, self.x, 1)
 
     def test_a_method_that_was_not_seen(self):
@@ -441,7 +407,7 @@ def test_sharded_parameters_stay_where_they_are():
 
 @pytest.mark.parametrize(
     ("axis", "state_axis", "recipe"),
-    [(1, None, "delayed"), (0, 1, "delayed"), (1, 0, "delayed"), (-1, None, "axiswise")],
+    [(1, 0, "delayed"), (-1, None, "axiswise")],
 )
 def test_as_many_layers_as_features(axis, state_axis, recipe):
     """Shapes do not say which axis of a kernel, or of its state, counts the layers."""
@@ -463,32 +429,23 @@ def test_as_many_layers_as_features(axis, state_axis, recipe):
 
 
 class Shared(nn.Module):
-    """Three layers with the same parameters, as ``nn.scan`` or ``nn.vmap`` makes them."""
+    """Three layers with the same parameters, as ``nn.scan`` makes them."""
 
-    lift: str
     op: type | None = None
 
     @nn.compact
     def __call__(self, x):
-        own = {} if self.op is None else {OWG: 0}
-        layer = partial(nn.Dense, 16, use_bias=False, dot_general_cls=self.op)
-        if self.lift == "vmap":
-            dense = nn.vmap(nn.Dense, variable_axes={"params": None, **own}, split_rngs={"params": False})
-            return dense(*layer.args, **layer.keywords)(x)
-
-        def step(layer, x, _):
-            return layer(x), None
-
-        options = {"variable_broadcast": "params", "variable_axes": own, "split_rngs": {"params": False}}
-        return nn.scan(step, length=3, **options)(layer(), x, None)[0]
+        axes = {} if self.op is None else {OWG: 0}
+        options = {"variable_broadcast": "params", "variable_axes": axes, "split_rngs": {"params": False}}
+        scan = nn.scan(lambda layer, x, _: (layer(x), None), length=3, **options)
+        return scan(nn.Dense(16, use_bias=False, dot_general_cls=self.op), x, None)[0]
 
 
-@pytest.mark.parametrize("lift", ["scan", "vmap"])
-def test_layers_that_share_their_parameters(lift):
+def test_layers_that_share_their_parameters():
     x = normal(0, 3, 16)
-    frozen_alike(*trained(Shared(lift), x, recipe=RECIPES["delayed"]), x)
-    by_hand = Shared(lift, fp8.Fp8DotGeneralOp)
-    with pytest.raises(ValueError, match="share the parameters of .* each has scaling state of its own"):
+    frozen_alike(*trained(Shared(), x, recipe=RECIPES["delayed"]), x)
+    by_hand = Shared(fp8.Fp8DotGeneralOp)
+    with pytest.raises(ValueError, match="share the parameters of"):
         fp8.freeze(by_hand, by_hand.init(jax.random.key(0), x), x)
 
 
@@ -509,22 +466,17 @@ def test_layers_with_ops_by_hand():
     assert narrow(served) == {"kernel"}
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_goes_by_the_variables_it_is_given(dtype):
+def test_goes_by_the_variables_it_is_given():
     """Earlier calls do not matter: one model gets parameters that are cast and parameters that are not."""
-    model8, x = fp8.quantize_model(nn.Dense(16, dtype=dtype), include=".*"), normal(0, 4, 32)
+    model8, x = fp8.quantize_model(nn.Dense(16), include=".*"), normal(0, 4, 32)
     wide = variables_of(model8, x)
     narrow = {**wide, "params": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide["params"])}
     with jax.numpy_dtype_promotion("standard"):  # as the layer's own
         for variables in (narrow, wide):
             variables = fp8.calibrate(model8.apply, variables, [x])
             model8.apply(variables, x.astype(jnp.bfloat16))
-            for inputs in ((x,), ()):
-                serve, served = fp8.freeze(model8, variables, *inputs)
-                assert served["params"]["kernel"].dtype == E4M3
-                out, expected = serve.apply(served, x), model8.apply(variables, x)
-                assert out.dtype == expected.dtype
-                np.testing.assert_array_equal(out, expected)
+            _, served = frozen_alike(model8, variables, x, x)
+            assert served["params"]["kernel"].dtype == E4M3
 
 
 @pytest.fixture(scope="module")
@@ -592,8 +544,10 @@ assert not {"fp8flax", "flax"} & set(sys.modules)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), jax.jit(model8.apply)(variables, x))
 
 
-@pytest.mark.parametrize("size", ["static", "symbolic"])
-@pytest.mark.parametrize(("recipe", "capability"), [("delayed", 9.0), ("block128", 9.0), ("mxfp8", 10.0)])
+@pytest.mark.parametrize(
+    ("recipe", "capability", "size"),
+    [("delayed", 9.0, "static"), ("block128", 9.0, "symbolic"), ("mxfp8", 10.0, "symbolic")],
+)
 def test_export_for_a_gpu(recipe, capability, size):
     """With the checks off that docs/serving.md turns off; JAX refuses other custom calls."""
     model8 = fp8.quantize_model(nn.Dense(256), RECIPES[recipe], include=".*")
@@ -759,5 +713,5 @@ class TestErrors:
         fresh = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
         serve, served = fp8.freeze(fresh, variables, self.x)
         serve.apply(served, self.x)
-        with pytest.raises(ValueError, match=r"The FP8 op at Dense_1/\S+ did not run"):
+        with pytest.raises(ValueError, match=r"Dense_1/\S+ did not run"):
             serve.apply(served, self.x, second=True)
