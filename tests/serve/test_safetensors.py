@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 
 import fp8flax as fp8
-from tests.cases import RECIPES, normal, variables_of
+from tests.cases import RECIPES, cells, normal, variables_of
 from tests.models import ALL, MODELS, trained
 from tests.serve.net import X, frozen_net, read
 
@@ -47,10 +47,8 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("recipe", SCALES)
-def test_what_a_server_reads(recipe, tmp_path, request):
-    if recipe in ("current", "mxfp8"):
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize("recipe", cells(SCALES, repeated=["current", "mxfp8"]))
+def test_what_a_server_reads(recipe, tmp_path):
     _, _, model, served = frozen_net(recipe)
     path = tmp_path / "model.safetensors"
     fp8.save_safetensors(path, model, served)
