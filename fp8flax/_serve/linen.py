@@ -50,7 +50,7 @@ from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.quantize import saturated
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
@@ -62,10 +62,8 @@ from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     DAMAGED,
-    KERNEL_SCALE,
     WEIGHT_ONLY,
     Path,
-    Scales,
     ServedOp,
     check_is_on,
     computed,
@@ -79,9 +77,6 @@ from fp8flax._train.check import warn_if_damaged
 
 SERVED = "_fp8_served"
 """The name of the collection with the arrays of frozen ops."""
-
-CALIBRATE = "fp8flax.calibrate(model.apply, variables, batches)"
-"""The call that calibrates a Linen model, for warnings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +116,8 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a frozen Linen model and its variables; see ``freeze.freeze``.
 
-    Args:
-        model: the model in training.
-        args: its variables, and the inputs to trace it with.
-        kwargs: the keyword inputs.
-        weight_only: see ``freeze.freeze``.
-        wide: gets the reason for each kernel that stays wide.
-        fresh: gets the names of the delayed scales that have seen no data.
+    ``wide`` gets the reason for each kernel that stays wide, and ``fresh`` the names of the delayed scales
+    that have seen no data.
     """
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
@@ -135,12 +125,13 @@ def freeze(
     warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    # If the ops were given by hand, the rules convert nothing.
-    base = getattr(model, "_fp8_base", type(model))
-    rules = getattr(model, "_fp8_rules", Rules(include=(), allow_unmatched=True))
+    base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
+    if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
+        base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
+    if inputs or kwargs:
+        calls = {"__call__": (inputs, kwargs)}
     recording = Recording()
-    traced = convert(model, converted_class(base, rules, recording))
-    _trace(traced, unboxed, seen_of(model).calls if not (inputs or kwargs) else {"": (inputs, kwargs)})
+    _trace(convert(model, converted_class(base, rules, recording)), recording, unboxed, calls)
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
     uses.update(recording.read)
@@ -154,7 +145,12 @@ def freeze(
             (kernel,), origin, axes = found.kernel_paths, found.kernel, recording.axes.get(path, ())
             assert origin is not None
             parameter = params[kernel]
-            _check_stacked_alike(path, own, parameter.ndim - len(origin.sources[0].shape))
+            if any(scale.ndim != 1 + len(axes) for scale in own.values()):
+                raise ValueError(
+                    f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
+                    "own: one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both "
+                    "collections alike."
+                )
             codes[kernel], own = stored(
                 *(found.row, gemms, found.args, parameter, own, axes),
                 into_op=origin.rebuild,
@@ -173,43 +169,28 @@ def freeze(
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _trace(model: Any, variables: Mapping[str, Any], calls: Mapping[str, Any]) -> None:
-    """Traces calls of a model, which its ``Recording`` records.
-
-    Args:
-        model: the model.
-        variables: its variables.
-        calls: the arguments of each call by the name of the method, which is empty for ``__call__``.
+def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str, Any]) -> None:
+    """Traces calls of a model, with arguments by the names of methods, to fill a recording.
 
     Raises:
         ValueError: no FP8 op ran.
     """
-    recording = model._fp8_serving
-    shapes = jax.eval_shape(lambda v: v, variables)
-    of_methods = {name: (x, {**kw, "method": name} if name else kw) for name, (x, kw) in calls.items()}
+    shapes = jax.tree.map(as_struct, variables)  # without shardings
+    of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
     for args, kwargs in of_methods.values():
         trace_apply(model, shapes, args, kwargs)
     if not recording.ops:
         raise ValueError(
-            f"No FP8 op of {model._fp8_base.__name__} ran with these inputs. Pass inputs to trace the "
-            "model with: freeze(model, variables, x). If it has no FP8 ops, convert it by "
+            f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
+            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted."
         )
     params = _leaves(variables[PARAMS])
     sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
-    if any(len(source.shape) < params[source.path].ndim for source in sources):
+    if any(len(source.shape) < params[source.path].ndim for source in sources):  # in a loop
         main = of_methods.get("__call__")
         for args, kwargs in [main] if main is not None else of_methods.values():
             eval_init(model, args, kwargs)
-
-
-def _check_stacked_alike(path: Path, scales: Scales, num_stacked: int) -> None:
-    """Raises ``ValueError`` if the scales of an op are stacked more often than its kernel."""
-    if any(scale.ndim - 1 != num_stacked for scale in scales.values()):
-        raise ValueError(
-            f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: "
-            "one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
-        )
 
 
 class SeenOp(NamedTuple):
@@ -250,15 +231,15 @@ def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> s
     return "something else reads it too" if uses[found.kernel_paths[0]] > 1 else None
 
 
-@dataclasses.dataclass(eq=False)
 class Recording:
     """What the traces of a model show. It makes the calls of the model."""
 
-    ops: dict[Path, SeenOp] = dataclasses.field(default_factory=dict)
-    axes: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
-    read: set[Path] = dataclasses.field(default_factory=set)
-    """The parameters that something else than an FP8 op reads."""
+    def __init__(self) -> None:
+        self.ops: dict[Path, SeenOp] = {}
+        self.axes: dict[Path, tuple[int, ...]] = {}
+        """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
+        self.read: set[Path] = set()
+        """The parameters that something else than an FP8 op reads."""
 
     def __call__(self, cls: Any, rules: Rules) -> Call:
         """Returns a new call of a model of this class."""
@@ -274,11 +255,11 @@ class RecordingCall(Call):
         self.origins = self.reads = Reads()
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
         if recipe is None or self.is_apart:
-            self.reads.use((lhs, rhs))
+            self.reads.use((lhs, rhs, *rest))
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         if self.is_init:
@@ -299,7 +280,6 @@ class RecordingCall(Call):
         if not self.is_init:
             self.reads.use(jax.tree.leaves(result))
             self.recording.read |= self.reads.read
-            return
         for path in self._made:
             axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
             if axes is not None:
@@ -418,7 +398,7 @@ class ServingCall(Call):
             )
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
         if self.is_apart:
@@ -426,38 +406,28 @@ class ServingCall(Call):
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
-        if op.path not in self._ops:
-            raise ValueError(
-                f"The FP8 op at {'/'.join(op.path)} did not run when the model was frozen. Freeze the "
-                "model with inputs that reach this op."
-            )
-        served = self._ops[op.path]
         self.reads.use((lhs, *rest))
-        arrays = {name: self.stored(op, name) for name, *_ in served.scales}
-        if served.kernel is not None:
-            arrays[CODES] = self.stored(op, CODES)
+        served, origin = self._ops.get(op.path), self.origin_of(rhs)
+        whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
+        if served is None or served.kernel not in (None, whole):
+            raise ValueError(
+                f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
+                "frozen. Freeze the model with inputs that reach the op as it is called here."
+            )
+        names = [name for name, *_ in served.scales] + [CODES] * (served.kernel is not None)
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
         gemms = served.gemms
-        if served.kernel is not None:
-            codes = self._moved(served, rhs, arrays.pop(CODES))
+        if served.kernel is not None and origin is not None:
+            codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
             return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
         if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
         return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, arrays), gemms), **keywords)
-
-    def _moved(self, served: ServedOp, rhs: jax.Array, codes: Any) -> jax.Array:
-        """Returns the codes for the operand ``rhs``, moved as the model moves the kernel."""
-        origin = self.origin_of(rhs)
-        if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel:
-            raise ValueError(
-                f"The kernel of the FP8 op at {'/'.join(served.path)} comes from other parameters than when "
-                "the model was frozen. Freeze it with inputs like those that it serves."
-            )
-        return origin.rebuild(codes, casts=False)
 
 
 def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, Any]) -> States:

@@ -17,16 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
 from fp8flax._core.ops.modes import packed_kernel
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
 from fp8flax._core.state.tree import history_axis
 
@@ -106,12 +103,7 @@ def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], f
 @functools.partial(jax.jit, static_argnums=0)
 def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
     """Returns the next scale of a state; for stacked states the next scale of each."""
-    axis = history_axis(scale, history)
-    if axis is None:
-        raise ValueError(
-            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
-            "must have the same shape, but for one axis, where the scale has size 1."
-        )
+    axis: Any = history_axis(scale, history)
     scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
     next_scales = scale_of(delayed_config(quantizer), ScalingState(scales, histories))
     return jnp.moveaxis(next_scales[..., None], -1, axis)
@@ -288,8 +280,7 @@ def scale_of_file(
 ) -> np.ndarray | None:
     """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
 
-    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
-    possible, all must give the same values.
+    The shape of the frozen scale shows which kinds of scale it can be. All must give the same values.
 
     Args:
         weight: the shape of the weight in the file, ``(..., out, in)``.
@@ -300,22 +291,20 @@ def scale_of_file(
         like: the scale of the frozen model, with a shape and a dtype.
     """
     *stack, out, width = weight
-    is_e8m0, shape = like.dtype.itemsize == 1, tuple(like.shape)
-    rows, columns = _MX if is_e8m0 else _SQUARE
-    kinds = [(rows, columns)] if shape == (*stack, 1, -(-out // rows), -(-width // columns)) else []
-    if not is_e8m0 and shape == (*stack, 1):
-        kinds.append((out, width))
-    if not is_e8m0 and shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
-        kinds.append((1, width))
-    found: list[np.ndarray] = []
-    sizes = [max(1, n) for n in weight[-2:]]
-    for kind in kinds:
-        wanted, given = (list(map(min, sizes, each)) for each in (kind, block[-2:]))
-        if given not in (wanted, sizes):  # one scale per tensor serves all kinds
-            return None
-        counts = (-(-n // size) for n, size in zip(sizes, wanted))
-        found.append(np.broadcast_to(scale, (*stack, *counts)))
+    rows, columns = _MX if like.dtype.itemsize == 1 else _SQUARE
+    sizes, found = [max(1, n) for n in (out, width)], list[np.ndarray]()
+    # The frozen model has one scale for the tensor, for each output feature, or for each block.
+    for shape, kind in (
+        ((*stack, 1), (out, width)),
+        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, width)),
+        ((*stack, 1, -(-out // rows), -(-width // columns)), (rows, columns)),
+    ):
+        if shape == tuple(like.shape):
+            wanted, given = ([*map(min, sizes, each)] for each in (kind, block[-2:]))
+            if given not in (wanted, sizes):  # one scale per tensor serves all kinds
+                return None
+            counts = (-(-n // size) for n, size in zip(sizes, wanted))
+            found.append(np.broadcast_to(scale, (*stack, *counts)).reshape(shape))
     can_hold = like.dtype in (scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    if len({each.tobytes() for each in found}) != 1 or not can_hold:
-        return None
-    return found[0].reshape(shape).astype(like.dtype)
+    is_clear = can_hold and len({each.tobytes() for each in found}) == 1
+    return found[0].astype(like.dtype) if is_clear else None

@@ -46,9 +46,6 @@ from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
 
-CALIBRATE = "fp8flax.nnx.calibrate"
-"""The call that calibrates an NNX model, for warnings."""
-
 
 class Frozen(nnx.Variable[Any]):
     """Variable of a frozen model that is not trained: a kernel in FP8, or a scale.
@@ -140,13 +137,10 @@ def freeze(
         if path not in shared:
             _freeze(layers[path], operands, weight_only, fresh)
     if not is_frozen(copy):
-        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
         raise ValueError(
-            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
-            "Give tied layers a copy of the kernel."
-            if shared
-            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
-            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+            "There is nothing to freeze: no layer with an FP8 matmul of its own kernel ran with these "
+            "inputs. Convert the model by fp8flax.quantize_model(model, include=…). Something else reads "
+            f"or changes the kernels of {sorted(shared)}: give tied layers a copy of the kernel."
         )
     owners = {id(layer.op): path for path, layer in layers.items()}
     for keys, op in nnx.iter_graph(copy):
@@ -155,16 +149,11 @@ def freeze(
         op._reason = ""  # report takes only models that quantize_model returned
         if weight_only:
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
-        owner = owners.get(id(op))
-        reasons = {
-            "it is not the op of a layer of NNX": owner is None,
-            "something else than this op reads or changes the kernel": owner in shared,
-            "it is a convolution": op.row.plan is None,
-            "its einsum does not multiply by the kernel as it is stored": owner not in paths,
-            "it did not run with these inputs": owner not in seen,
-            "its recipe keeps the kernel wide": True,
-        }
-        wide["/".join(map(str, keys))] = next(reason for reason, holds in reasons.items() if holds)
+        wide["/".join(map(str, keys))] = (
+            "something else reads or changes the kernel"
+            if owners.get(id(op)) in shared
+            else "no layer of Flax multiplies by its whole kernel in FP8 with these inputs"
+        )
     return copy
 
 
