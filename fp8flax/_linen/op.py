@@ -19,10 +19,6 @@ from fp8flax._core.ops.contract import States
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import running_calls
 
-SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
-"""Names of ops, in Flax and in this package, that have the same state. Linen names a state by its op."""
-USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables."
-
 
 class Fp8Op(OpBase, nn.Module):
     """Base class of the Linen ops: declares the scaling state of one contraction, and computes it."""

@@ -15,9 +15,9 @@ import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import in_call, running_calls
+from fp8flax._linen.eval_init import eval_init, split_arrays
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._train.bridge import eval_init, split_arrays
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
@@ -157,7 +157,7 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     If ``shapes`` is None, the variables have the shapes of ``init``.
     """
     if shapes is None:
-        shapes, _ = eval_init(model, args, kwargs)
+        shapes = eval_init(model, args, kwargs)
     arrays, fill = split_arrays(args, kwargs)
 
     def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:

@@ -53,6 +53,7 @@ from fp8flax._core.quantize import saturated
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
+from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
 from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
@@ -72,7 +73,6 @@ from fp8flax._serve.stored_op import (
     layout_of,
     stored,
 )
-from fp8flax._train.bridge import eval_init
 from fp8flax._train.check import warn_if_damaged
 
 SERVED = "_fp8_served"

@@ -2,69 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.core
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.mode import Observing
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.observe import Records, collect
+from fp8flax._core.observe import collect
 from fp8flax._core.options import check_function, check_variables
-from fp8flax._core.state.state import DelayedConfig, ScalingState, calibrated_state
+from fp8flax._core.state.state import DelayedConfig, calibrated_state
 from fp8flax._core.state.tree import Places, flatten, path_str
-
-WITHOUT_STATE = (
-    "Recipes without delayed scaling have no state and need no calibration. A frozen model has fixed "
-    "scales: calibrate the model before freeze."
-)
+from fp8flax._train.check import nnx_variables_of
 
 
 def calibrate(
     fun: Callable[[Any, Any], Any],
-    variables: Mapping[str, Any],
+    variables: Any,
     batches: Iterable[Any],
     *,
     backward: bool = False,
     has_aux: bool = False,
-) -> Mapping[str, Any]:
+) -> Any:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch and records the largest magnitudes, which each call of
-    an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports to the host. Every FP8 op runs in its operands' own
-    dtype, so that saturation in an early layer does not mislead a later one. The result is
-    the state of one step on all batches, with the scales that the next step uses.
-
-    Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
-    a loss and ``backward=True``.
+    It runs the function on each batch. Each call of an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports its
+    amaxes to the host. Every FP8 op runs in its operands' own dtype, so that saturation in an early layer
+    does not mislead a later one. The result is the state of one step on all batches, with the scales that
+    the next step uses.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
-            batches of several arguments.
-            It is compiled. Without ``backward`` it may return any arrays. Each layer must affect a result
-            of ``fun``, because JAX drops what has no effect. Layers may run in ``lax.while_loop``, in
-            ``jax.jvp`` and under ``lax.stop_gradient``.
-        variables: collections with scaling state (see ``add_fp8_state``).
-        batches: a few samples, similar to those that the model will see.
-        backward: whether the function is a loss (a scalar), whose gradients fill the state of output
-            gradients too. Otherwise that state stays unchanged.
+            batches of several arguments; for an NNX model ``lambda model, batch: model(batch)``. Each layer
+            must affect a result, because JAX drops what has no effect. Layers may run in
+            ``lax.while_loop``, in ``jax.jvp`` and under ``lax.stop_gradient``.
+        variables: collections with scaling state (see ``add_fp8_state``), or an NNX model.
+        batches: a few samples, similar to those that the model will see, in an iterable.
+        backward: whether to fill the state of output gradients, too; ``fun`` must then be a loss.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
         ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``
-        is one.
+        is one. For an NNX model None: the state in the model changes, and nothing else in it.
 
     Raises:
-        TypeError: scaling state is not float32; the function is a model, or returns no loss although
-            ``backward`` is True; or ``batches`` is one batch.
+        TypeError: scaling state is not float32; or ``fun`` is a model, or no loss with ``backward``.
         ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
             tensor of a layer; or the function reaches no FP8 op.
 
@@ -83,131 +69,81 @@ def calibrate(
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     check_function("fun", fun, "model.apply")
+    if nnx_variables := nnx_variables_of(variables):
+        model = variables
+        fun, variables = nnx_variables.as_function_of_variables(fun, model)
     check_variables(variables)
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
-            f"The variables have no {OVERWRITE_WITH_GRADIENT!r}, so there is nothing to calibrate. Add it "
-            f"with fp8flax.add_fp8_state(variables, model, *inputs). {WITHOUT_STATE}"
+            "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
+            "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
+            "scaling need no calibration. Calibrate a model before freeze."
         )
-    amaxes = _Amaxes({OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])})
-    run = jax.jit(functools.partial(_run, fun, backward, has_aux))
+    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    paths, leaves, treedef = flatten(state)
+    places = Places.of(paths, leaves)
+    states = places.states(leaves)
+    # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
+    numbers, count = [], 0
+    for scale, _ in states:
+        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
+        count += scale.size
+    numbered = list(leaves)
+    places.put(numbered, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
+    is_filled = [backward or not paths[i][-1].key.startswith("output_grad") for i, _ in places.pairs]
+
+    @jax.jit
+    def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
+        """Returns the arrays of all results: JAX drops the reports of a result that is not returned."""
+
+        def call(state: Any) -> Any:
+            return fun(type(variables)({**variables, **state}), batch)
+
+        results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
+        return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+
+    amaxes = np.full(count, -np.inf, np.float32)  # -inf: not reported
+    configs: dict[int, DelayedConfig] = {}
+
+    def paths_where(holds: Callable[[np.ndarray], Any]) -> list[str]:
+        """Returns the paths of the histories of tensors that have an amax for which ``holds`` is true."""
+        return [
+            path_str(paths[j])
+            for (_, j), n, filled in zip(places.pairs, numbers, is_filled)
+            if filled and np.any(holds(amaxes[n]))
+        ]
+
     i = -1
-    for i, batch in enumerate(_each(batches)):
+    for i, batch in enumerate(batches):
         observing = Observing(calibrates=True, backward=backward)
-        amaxes.add(collect(observing, run, amaxes.numbered, variables, batch))
-        if bad := amaxes.names("amax_history", lambda amax: ~(amax < np.inf), backward):
+        for config, rows in collect(observing, run, treedef.unflatten(numbered), variables, batch).items():
+            np.maximum.at(amaxes, rows[:, 0].astype(int), rows[:, 1])
+            configs |= dict.fromkeys(rows[:, 0].astype(int).tolist(), config)
+        if bad := paths_where(lambda amax: ~(amax < np.inf)):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
                 "Leave the batch out, or find the cause."
             )
     if i < 0:
         raise ValueError("batches is empty; calibration needs at least one batch.")
-    missing = amaxes.names("scale", lambda amax: amax == -np.inf, backward)
-    if len(missing) == len(amaxes.names("scale", lambda amax: True, backward)):
-        raise ValueError(
-            "No FP8 layer was reached: no result of fun depends on scaling state. fun must use "
-            "the variables that it is given, and return the model's outputs or its loss."
-            + ambient_hint(needs_state=True)
-        )
-    if missing:
-        warnings.warn(
+    if missing := paths_where(lambda amax: amax == -np.inf):
+        message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
-            f"tensors were empty in all batches: {', '.join(missing)}. If they run, return their results "
-            "from fun." + ambient_hint(needs_state=True),
-            stacklevel=2,
+            f"tensors were empty in all batches: {', '.join(missing)}. fun must use the variables that it "
+            f"gets, and return the model's outputs or its loss.{ambient_hint(needs_state=True)}"
         )
-    result = {**variables, **amaxes.state()}
-    return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
-
-
-def _each(batches: Any) -> Iterator[Any]:
-    """Iterates over the batches; raises ``TypeError`` for a mapping, a string or what is not iterable."""
-    if not isinstance(batches, Mapping | str):
-        with contextlib.suppress(TypeError):
-            return iter(batches)
-    raise TypeError(
-        f"batches must be an iterable, such as a list; got a value of type {type(batches).__name__}. Pass "
-        "[batch] for one batch."
-    )
-
-
-def _run(
-    fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, state: Any, variables: Any, batch: Any
-) -> list[jax.Array]:
-    """Calls ``fun``, with gradients for ``backward``, and returns the arrays of all results.
-
-    JAX drops the arithmetic, and the reports, of a result that is not returned.
-    """
-
-    def call(state: Any) -> Any:
-        return fun(type(variables)({**variables, **state}), batch)
-
-    results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
-    return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-
-
-class _Amaxes:
-    """The amaxes that ops report, merged by maximum over all calls and batches.
-
-    Each tensor has a number. ``numbered`` is the scaling state with this number in the place of the scale.
-    An op reports the number with the amax. A tensor that was not reported has the amax -inf.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._paths, self._leaves, self._treedef = flatten(state)
-        self._places = Places.of(self._paths, self._leaves)
-        self._amaxes: dict[DelayedConfig, np.ndarray] = {}
-        self._numbers: list[np.ndarray] = []
-        """The numbers of each pair of ``_places``, in the shape of its scale."""
-        self._count = 0
-        numbered = self._places.states(self._leaves)
-        for k, (scale, history) in enumerate(numbered):
-            numbers = self._count + np.arange(math.prod(scale.shape)).reshape(scale.shape)
-            self._count += numbers.size
-            self._numbers.append(numbers)
-            numbered[k] = ScalingState(_put(numbers, scale), history)
-        leaves = list(self._leaves)
-        self._places.put(leaves, numbered)
-        self.numbered = self._treedef.unflatten(leaves)
-
-    def add(self, records: Records) -> None:
-        """Merges what the ops reported for a batch with the amaxes of earlier batches."""
-        for config, rows in records.items():
-            before = self._amaxes.setdefault(config, np.full(self._count, -np.inf, np.float32))
-            np.maximum.at(before, rows[:, 0].astype(int), rows[:, 1])
-
-    def names(self, leaf: str, holds: Callable[[np.ndarray], Any], backward: bool) -> list[str]:
-        """Returns the paths of the state of tensors that have an amax for which ``holds`` is true.
-
-        Args:
-            leaf: whether the paths are those of the ``"scale"`` or of the ``"amax_history"``.
-            holds: a function of the amaxes of a tensor.
-            backward: whether output gradients count.
-        """
-        missing = np.full(self._count, -np.inf, np.float32)
-        amaxes = np.max([missing, *self._amaxes.values()], axis=0)
-        pairs = (ScalingState(*(self._paths[i] for i in pair)) for pair in self._places.pairs)
-        return [
-            path_str(getattr(pair, leaf))
-            for pair, numbers in zip(pairs, self._numbers)
-            if (backward or not _is_backward(pair.scale)) and np.any(holds(amaxes[numbers]))
-        ]
-
-    def state(self) -> Any:
-        """Returns the scaling state after the calibration."""
-        states = self._places.states(self._leaves)
-        for k, (old, numbers) in enumerate(zip(states, self._numbers)):
-            # Only calls with different recipes give one tensor several configurations.
-            after = [
-                _calibrated(config, old, _put(amaxes[numbers], old.scale))
-                for config, amaxes in self._amaxes.items()
-                if np.any(amaxes[numbers] > -np.inf)
-            ]
-            if after:
-                states[k] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
-        leaves = list(self._leaves)
-        self._places.put(leaves, states)
-        return self._treedef.unflatten(leaves)
+        if len(missing) == sum(is_filled):
+            raise ValueError(f"No FP8 layer was reached. {message}")
+        warnings.warn(message, stacklevel=2)
+    for k, (old, n) in enumerate(zip(states, numbers)):
+        if config := next((configs[m] for m in n.ravel().tolist() if m in configs), None):
+            states[k] = _calibrated(config, old, _put(amaxes[n], old.scale))
+    places.put(leaves, states)
+    filled_state = treedef.unflatten(leaves)
+    if nnx_variables:
+        nnx_variables.set_state(model, filled_state)
+        return None
+    return flax.core.copy(variables, filled_state)
 
 
 _calibrated = jax.jit(calibrated_state, static_argnums=0)
@@ -215,10 +151,5 @@ _calibrated = jax.jit(calibrated_state, static_argnums=0)
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:
     """Returns ``x`` in float32, on the devices that ``like`` is committed to."""
-    return jax.device_put(
-        x.astype(np.float32), like.sharding if getattr(like, "committed", False) else None
-    )
-
-
-def _is_backward(path: Any) -> bool:
-    return path[-1].key.startswith("output_grad")
+    where = like.sharding if getattr(like, "committed", False) else None
+    return jax.device_put(x.astype(np.float32), where)

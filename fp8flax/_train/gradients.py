@@ -17,14 +17,7 @@ from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
-from fp8flax._core.state.tree import (
-    as_read,
-    enter,
-    from_max,
-    leave,
-    map_state,
-    path_str,
-)
+from fp8flax._core.state.tree import as_read, enter, from_max, has_state, leave, map_state
 
 
 def value_and_grad(
@@ -37,23 +30,13 @@ def value_and_grad(
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
-    collection itself. Gradients of everything else are those of ``jax.value_and_grad``.
+    collection itself. Gradients of everything else, the arguments and the result are those of
+    ``jax.value_and_grad``. Integers beside the state get no gradient (``float0``).
 
     The gradient of the scaling state is its next value: the state of one call on all the data. This holds
     however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
     ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that held a NaN
     or an Inf leaves no trace in its history.
-
-    Args:
-        fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
-            ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate.
-        has_aux: whether the function returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
-
-    Returns:
-        A function with the arguments of ``fun`` that returns ``(value, gradients)``.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -76,44 +59,31 @@ def value_and_grad(
 
     def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
         """Returns the arguments, with ``f`` of the differentiated ones. JAX reports wrong positions."""
-        here = [range(len(args))[i] for i in positions if -len(args) <= i < len(args)]
+        here = {i % len(args) for i in positions if args}
         return [f(arg) if i in here else arg for i, arg in enumerate(args)]
 
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
         return from_max(fun(*map_differentiated(as_read, args), **kwargs))
 
-    # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
-    jax_value_and_grad = jax.value_and_grad(
-        differentiated_fun, positions, has_aux, holomorphic, allow_int=True
-    )
-
-    def checked(arg: Any) -> Any:
-        if not allow_int:
-            check_no_train_state(arg)
-            jax.tree_util.tree_map_with_path(_refuse_integers, arg)
-        return arg
+    def unmerged(arg: Any) -> Any:
+        check_no_train_state(arg)
+        # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
+        # without a derivative.
+        return from_max(arg)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
-        # without a derivative.
-        given = map_differentiated(lambda arg: checked(from_max(arg)), args)
+        given = map_differentiated(unmerged, args)
+        # JAX takes the dtype that merges by maximum for an integer.
+        jax_value_and_grad = jax.value_and_grad(
+            differentiated_fun, positions, has_aux, holomorphic, allow_int or has_state(given)
+        )
         with differentiating():
             value, grads = jax_value_and_grad(*map_differentiated(enter, given), **kwargs)
         grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
-
-
-def _refuse_integers(path: Any, leaf: Any) -> None:
-    """Raises ``TypeError`` if a leaf has no gradient, because it is not a float."""
-    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-    if not is_max_dtype(leaf) and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            f"A differentiated argument holds {dtype} at {path_str(path) or 'its top'!r}, and only floats "
-            "have gradients. Differentiate with respect to other arguments, or pass allow_int=True."
-        )
 
 
 def grad(
@@ -125,22 +95,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``jax.grad`` for variables that hold FP8 scaling state.
 
-    The gradient of the collection ``_overwrite_with_gradient`` is its next value, see ``value_and_grad``.
-    All other gradients are those of ``jax.grad``.
-
-    Args:
-        fun: a function as in ``value_and_grad``.
-        argnums: which positional arguments to differentiate.
-        has_aux: whether the function returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
-
-    Returns:
-        A function with the arguments of ``fun`` that returns the gradients, or with ``has_aux``
-        ``(gradients, aux)``.
-
-    Raises:
-        TypeError: (when called) scaling state is not float32.
+    The returned function returns the gradients of ``value_and_grad``, or with ``has_aux`` the pair
+    ``(gradients, aux)``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -149,8 +105,7 @@ def grad(
 
     Source: signature of ``jax.grad``.
     """
-    fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
-    return without_value(fun_with_value, has_aux)
+    return without_value(value_and_grad(fun, argnums, has_aux, holomorphic, allow_int), has_aux)
 
 
 def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -180,14 +135,12 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(variables, microbatches)``.
-        The number of microbatches is the first dimension of each leaf of ``microbatches``, as in
-        ``jax.lax.scan``; ``jax.random.split`` makes a key for each. The function returns ``(value,
-        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as in
-        ``value_and_grad``, and ``aux`` of each microbatch, stacked.
+        A function of two positional arguments, ``(variables, microbatches)``, with the results of
+        ``value_and_grad``; the ``aux`` of all microbatches are stacked. To differentiate several arguments,
+        pass a tuple of them as ``variables``. The first dimension of each leaf of ``microbatches`` is their
+        number, as in ``jax.lax.scan``; ``jax.random.split`` makes a key for each.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
         ValueError: (when called) there is no microbatch, or the first dimensions differ.
 
     Example:
@@ -199,18 +152,15 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         >>> value, grads = step(variables, microbatches)
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
-
-    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
     """
 
-    def with_empty_carry(variables: Any, _: None, microbatch: Any) -> Any:
-        return fun(variables, microbatch), None
+    def with_carry(variables: Any, carry: None, microbatch: Any) -> Any:
+        return fun(variables, microbatch), carry
 
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
         check_no_train_state(variables)
-        value, grads, _ = accumulate(with_empty_carry, variables, None, microbatches, has_aux)
-        return value, grads
+        return accumulate(with_carry, variables, None, microbatches, has_aux)[:2]
 
     return accumulated
 
@@ -222,29 +172,18 @@ _IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KER
 def accumulate(
     fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any, has_aux: bool
 ) -> tuple[Any, Any, Any]:
-    """Computes ``value_and_grad`` of a mean over microbatches, for a function with a carry.
+    """Returns value, gradients and last carry of a mean over microbatches; see ``accumulate_gradients``.
 
-    Args:
-        fun: ``fun(variables, carry, microbatch)``; returns ``(value, carry)``, or with ``has_aux``
-            ``((value, aux), carry)``.
-        variables: the argument to differentiate.
-        carry: the carry of the first microbatch; a tree of arrays with constant shapes and dtypes.
-        microbatches: see ``accumulate_gradients``.
-        has_aux: whether ``fun`` returns auxiliary data.
-
-    Returns:
-        The mean value, or with ``has_aux`` a pair of it and ``aux``, stacked; the gradients; and the carry
-        of the last microbatch.
+    The function is ``fun(variables, carry, microbatch)``. It returns ``(value, carry)``, or with
+    ``has_aux`` ``((value, aux), carry)``. The carry is a tree of arrays.
     """
-    sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
-    if len(sizes) != 1 or 0 in sizes:
+    num, *others = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)} or {0}
+    if not num or others:
         raise ValueError(
             "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
             f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            "(microbatches, -1, …), and stack a list of microbatches: jax.tree.map(lambda *xs: "
-            "jnp.stack(xs), *microbatches)."
+            "(microbatches, -1, …), and stack a list of microbatches with jnp.stack."
         )
-    num = sizes.pop()
 
     def loss(entered: Any, carry: Any, microbatch: Any) -> Any:
         out, carry = from_max(fun(as_read(entered), carry, microbatch))
@@ -264,49 +203,37 @@ def accumulate(
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, from_max(variables))
         entered = enter(variables)
-        total = jax.tree.map(_empty_sum, entered)
+        total = jax.tree.map(
+            lambda x: (
+                jnp.full_like(to_floats(x), -jnp.inf)
+                if is_max_dtype(x)
+                else jnp.zeros_like(x, dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype)
+            ),
+            entered,
+        )
         # Computes what ``_IS_HOISTED`` names once, before the loop.
         example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
         hoisted_step = hoisted(step, entered, example, _IS_HOISTED)
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: hoisted_step((*before, x)), (total, carry), microbatches
         )
-        return leave(variables, jax.tree.map(_as_cotangent, total, entered)), carry, value, aux
+        grads = jax.tree.map(
+            lambda x, like: of_floats(like.dtype, x) if is_max_dtype(like) else x.astype(like.dtype),
+            total,
+            entered,
+        )
+        return leave(variables, grads), carry, jnp.sum(value, axis=0), aux
 
     with differentiating():
         grads, carry, value, aux = run(variables, carry, microbatches)
-    value = jnp.sum(value, axis=0)
-    # JAX's gradient of an integer is a float0, which a jitted function cannot return.
-    grads = jax.tree.map(lambda x: x if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0), grads)
     return (value, aux) if has_aux else value, grads, carry
 
 
-def _is_float(x: jax.Array) -> bool:
-    """Returns whether an array has a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _empty_sum(leaf: jax.Array) -> jax.Array:
-    """Returns the floats to which the gradients of ``leaf`` are added, or merged by maximum if it is state.
-
-    They are in float32 or in a wider dtype.
-    """
-    if is_max_dtype(leaf):
-        return jnp.full_like(to_floats(leaf), -jnp.inf)
-    is_narrow = _is_float(leaf) and leaf.dtype.itemsize < 4
-    return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
-
-
 def _add(total: jax.Array, grad: Any) -> jax.Array:
-    """Returns ``total`` with one more gradient."""
+    """Returns ``total`` with one more gradient: a sum, or a maximum for state."""
     if is_max_dtype(grad):
         return jnp.maximum(total, to_floats(grad))
     return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
-
-
-def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
-    """Returns the sum of all gradients in the dtype of ``leaf``."""
-    return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 
 
 def pmean_gradients(grads: Any, axis_name: Any) -> Any:
@@ -321,11 +248,8 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     at least as large as any amax in either.
 
     Args:
-        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned, floats of any shapes.
+        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned.
         axis_name: the mapped axis, or a tuple of axes.
-
-    Returns:
-        A tree of the same structure, shapes and dtypes.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -337,14 +261,8 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
 
     Source: ``jax.lax.pmean``, which would average the state as well.
     """
-    if isinstance(grads, str):
-        raise TypeError(
-            f"grads must be a tree of gradients; got {grads!r}. The order is pmean_gradients(grads, "
-            "axis_name)."
-        )
 
     def mean(x: Any) -> Any:
-        # float0 is the gradient of an integer.
         return x if x.dtype == jax.dtypes.float0 else lax.pmean(x, axis_name)
 
     return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)

@@ -27,8 +27,6 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
-        TypeError: ``history`` does not map steps to such results.
-        ValueError: ``history`` is empty.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -41,52 +39,34 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Plots need matplotlib: python -m pip install 'fp8flax[plots]'.") from error
-    tensors = _tensors(history)
-    losses = {name: max(map(_loss, by_step.values())) for name, by_step in tensors.items()}
-    names = sorted(sorted(tensors, key=lambda name: -losses[name])[:_ROWS_SHOWN])
     steps = sorted(history)
-
-    def rows(number: str) -> np.ndarray:
-        return np.array([[tensors[n].get(step, {}).get(number, np.nan) for step in steps] for n in names])
-
-    scales = rows("scale")
-    log_scales = np.log2(scales, out=np.full_like(scales, np.nan), where=scales > 0)
+    tensors = sorted({(path, role) for found in history.values() for path in found for role in found[path]})
+    underflow, saturation, scale = np.array(
+        [
+            [
+                [history[i].get(path, {}).get(role, {}).get(name, np.nan) for i in steps]
+                for path, role in tensors
+            ]
+            for name in ("underflow", "saturation", "scale")
+        ]
+    )
+    losses = np.nanmax(underflow + saturation, axis=1)
+    shown = np.sort(np.argsort(-losses, kind="stable")[:_ROWS_SHOWN])
+    names = ["/".join(tensors[j]) for j in shown]
+    log_scale = np.log2(scale, out=np.full_like(scale, np.nan), where=scale > 0)
     figure = Figure(figsize=(14, 1.5 + 0.25 * len(names)), layout="constrained")
     for i, (axes, label, values, limits) in enumerate(
         zip(
             figure.subplots(1, 3),
             ("underflow, %", "saturation, %", "log2 of the scale"),
-            (100 * rows("underflow"), 100 * rows("saturation"), log_scales),
+            (100 * underflow[shown], 100 * saturation[shown], log_scale[shown]),
             ({"vmin": 0, "vmax": 100}, {"vmin": 0, "vmax": 100}, {}),
         )
     ):
         image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
-        shown = range(0, len(steps), -(-len(steps) // 8))
-        axes.set_xticks(shown, [str(steps[j]) for j in shown])
+        ticks = range(0, len(steps), -(-len(steps) // 8))
+        axes.set_xticks(ticks, [str(steps[j]) for j in ticks])
         axes.set_yticks(range(len(names)), names if i == 0 else [""] * len(names), fontsize="small")
         axes.set_xlabel("step")
         figure.colorbar(image, ax=axes, label=label)
     return figure
-
-
-def _tensors(history: Any) -> dict[str, dict[int, dict[str, float]]]:
-    """Returns the numbers of each tensor, by its name and by step."""
-    if not isinstance(history, Mapping) or not all(
-        isinstance(step, int | np.integer) and isinstance(found, Mapping) for step, found in history.items()
-    ):
-        raise TypeError(
-            "history must map steps to results of the function that fp8.statistics returned, as in "
-            f"{{step: result}}; got {type(history).__name__}."
-        )
-    if not history:
-        raise ValueError("history is empty; it must map steps to results of fp8.statistics.")
-    tensors: dict[str, dict[int, dict[str, float]]] = {}
-    for step, found in history.items():
-        for path, roles in found.items():
-            for role, numbers in roles.items():
-                tensors.setdefault(f"{path}/{role}", {})[step] = numbers
-    return tensors
-
-
-def _loss(numbers: Mapping[str, float]) -> float:
-    return float(np.nan_to_num(numbers["underflow"] + numbers["saturation"]))

@@ -1,44 +1,51 @@
 """Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
 
 ``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
-numbers to the host (see ``_core.observe``). Sowing into a collection would not do: every step would
-measure, the backward pass cannot sow, and every ``nn.scan`` would have to name the collection.
+numbers to the host (see ``_core.observe``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.report_primitive import label_of
 from fp8flax._core.measuring import merged
-from fp8flax._core.mode import Observing, mode
+from fp8flax._core.mode import Observing
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import collect
 from fp8flax._core.options import check_function, check_no_train_state
 
-Statistics = dict[str, dict[str, dict[str, float]]]
-"""Numbers by the path of an op, the role of a tensor, and the name of the number."""
+
+class Statistics(dict[str, dict[str, dict[str, float]]]):
+    """Numbers by the path of an op, the role of a tensor, and the name of the number.
+
+    ``rich.print`` shows them as a table, with a row for each tensor.
+    """
+
+    def __rich__(self) -> Any:
+        """Returns the table."""
+        from rich.table import Table
+
+        rows = {f"{path}/{role}": n for path, roles in self.items() for role, n in roles.items()}
+        table = Table("tensor", *next(iter(rows.values()), ()))
+        for name, numbers in rows.items():
+            table.add_row(name, *(f"{number:.3g}" for number in numbers.values()))
+        return table
 
 
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
     """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
-    The returned function runs ``fun`` forward and backward, separately from the training step, and works
-    with every recipe. It compiles once for arguments of equal shapes. Call it outside of ``jax.jit``. It
-    returns seven numbers for each tensor:
+    The returned function runs ``fun`` forward and backward, apart from the training step. Call it outside
+    of ``jax.jit``. It returns seven numbers for each tensor:
 
     * ``underflow``: share of the finite nonzero values whose code is zero, 0 to 1
     * ``saturation``: share of the finite nonzero values that were clipped at the largest FP8 value, 0 to 1
     * ``sqnr``: signal-to-quantization-noise ratio of the finite values in dB, ``10 log10(Σ x² / Σ (x - q *
-      scale)²)``. At best it is about 31 for e4m3 and 25 for e5m2. It is inf if nothing is lost, and 0 if
-      nothing is left.
+      scale)²)``; at best about 31 for e4m3 and 25 for e5m2, inf if nothing is lost
     * ``headroom``: the largest magnitude that the scale represents, divided by the current amax; the
       smallest over the scales of a tensor. Below 1 something saturates. It is inf for a tensor of zeros.
     * ``amax``: the largest finite magnitude
@@ -52,32 +59,27 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     block, all counts are over both.
 
     ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop``, ``jax.shard_map`` and
-    ``lax.stop_gradient``, and models of ``quantize_model``. A call without a gradient reports no
-    ``output_grad``. In ``jax.shard_map`` each device counts as a call.
+    ``lax.stop_gradient``. A call without a gradient reports no ``output_grad``. In ``jax.shard_map`` each
+    device counts as a call. ``nn.jit`` traces equal layers once, so the first of them has the numbers of
+    all: measure without ``nn.jit``.
 
-    Not covered are
-
-    * frozen models
-    * ``in_qdq`` and ``out_qdq`` on their own
-    * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
-      their paths
-    * layers of one kind in ``nn.jit``, which traces all of them as the first one, and a layer in ``nn.jit``
-      that runs several times
+    Not covered are frozen models, ``in_qdq`` and ``out_qdq`` on their own, and ops of NNX models that do
+    not come from ``fp8flax.nnx.quantize_model``, because they do not know their paths.
 
     Args:
-        fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
+        fun: ``fun(variables, *args, **kwargs)``, a loss of arrays; returns a scalar, or a pair
+            ``(scalar, aux)``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of the same arguments that returns ``{path: {role: {name: number}}}``. The path of an op
-        is that of its scaling state, if it has one: ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are
-        those of ``input``, ``kernel`` and ``output_grad`` that the recipe quantizes.
+        A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
+        ``rich.print`` shows as a table. The path of an op is that of its scaling state, if it has one:
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are those of ``input``, ``kernel`` and
+        ``output_grad`` that the recipe quantizes.
 
     Raises:
-        TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
-            scalar, or its first argument is a whole ``TrainState``.
-        ValueError: (when called) no FP8 op was reached, ``nn.jit`` runs several layers under one path, or
-            the call is inside of ``jax.jit``.
+        TypeError: ``fun`` is not a function; or (when called) it returns no scalar.
+        ValueError: (when called) no FP8 op was reached, or the call is inside of ``jax.jit``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -94,63 +96,27 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     observing = Observing(calibrates=False, key=object())
 
-    @partial(jax.jit, static_argnums=(2, 3))
-    def gradient(variables: Any, arrays: Any, others: Any, treedef: Any) -> Any:
-        args, kwargs = treedef.unflatten([a if b is None else b for a, b in zip(arrays, others)])
+    @jax.jit
+    def gradient(variables: Any, args: Any, kwargs: Any) -> list[jax.Array]:
         found = jax.value_and_grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
-        return [
-            x for x in jax.tree.leaves(found) if getattr(x, "dtype", None) not in (None, jax.dtypes.float0)
-        ]
+        return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(variables), *leaves)):
-            raise ValueError(
-                "statistics needs values, and these are traced. Call it outside of jax.jit and of other "
-                "transformations; it compiles fun by itself."
-            )
-        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic | float) for x in leaves]
-        arrays = [x if a else None for a, x in zip(is_array, leaves)]
-        others = tuple(None if a else x for a, x in zip(is_array, leaves))
-        with mode(observing):
-            _refuse_shared_traces(gradient.trace(variables, arrays, others, treedef).jaxpr)
-        reported = collect(observing, gradient, variables, arrays, others, treedef)
+        reported = collect(observing, gradient, variables, args, kwargs)
         if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
                 "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
-                "recipe that quantizes. A model that freeze returned cannot be measured."
+                "recipe that quantizes. Call statistics outside of jax.jit. A model that freeze returned "
+                "cannot be measured."
             )
-        found: Statistics = {}
+        found = Statistics()
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
             found.setdefault("/".join(path), {})[role] = _statistics(reported[path, role])
         return found
 
     return measure
-
-
-def _refuse_shared_traces(program: Any) -> None:
-    """Raises ``ValueError`` if ``nn.jit`` reports several calls under one path.
-
-    It traces equal modules once, under the path of the first.
-    """
-    # ``jax.checkpoint`` repeats the forward pass in equations that have this parameter.
-    in_order = equations(program, looks_into=lambda one: not one.eqn.params.get("differentiated"))
-    jitted = (one.eqn.params for one in in_order if one.eqn.params.get("name") == _NN_JIT)
-    labels = (label_of(one.eqn) for params in jitted for one in equations(params["jaxpr"]))
-    kernels = Counter(label[0] for label in labels if label is not None and label[1] == "kernel")
-    for path, calls in kernels.items():
-        if calls > 1:
-            raise ValueError(
-                f"nn.jit runs several layers, or one layer several times, under the path {'/'.join(path)}: "
-                "it traces equal modules once, under the path of the first. Measure the model without "
-                "nn.jit; its variables are the same."
-            )
-
-
-_NN_JIT = "core_fn"
-"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
 
 
 def _statistics(records: np.ndarray) -> dict[str, float]:

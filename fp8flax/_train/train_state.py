@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.tree import (
-    check_state_dtype,
-    from_max,
-    has_state,
-    map_state,
-    merge_by_max,
-)
+from fp8flax._core.state.tree import check_state_dtype, from_max, has_state, map_state, merge_by_max
 from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
@@ -33,10 +25,8 @@ from fp8flax._train.gradients import pmean_gradients, value_and_grad
 class DynamicScale(flax.training.dynamic_scale.DynamicScale):
     """Flax's ``DynamicScale`` for variables with FP8 scaling state, which must not be scaled.
 
-    The loss is multiplied by ``scale`` before the gradients are taken, so that float16 gradients do not
-    vanish; then the gradients are divided by ``scale``. The scaling state is the next state that
-    ``fp8flax.value_and_grad`` returns, neither divided nor averaged. The fields, and the steps after which
-    ``scale`` changes, are those of Flax's class.
+    The scaling state is the next state that ``fp8flax.value_and_grad`` returns, neither divided nor
+    averaged. Everything else is as in Flax's class.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -60,21 +50,11 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         has_aux: bool = False,
         axis_name: Any = None,
     ) -> Callable[..., flax.training.dynamic_scale.DynamicScaleResult]:
-        """Returns ``fp8flax.value_and_grad`` of the scaled loss.
+        """Returns a function that returns a ``DynamicScaleResult``, with the gradients in float32.
 
-        Args:
-            fun: a function as in ``fp8flax.value_and_grad``.
-            argnums: which positional arguments to differentiate.
-            has_aux: whether ``fun`` returns auxiliary data.
-            axis_name: the mapped axis, or axes, over which to reduce with ``fp8flax.pmean_gradients``.
-
-        Returns:
-            A function with the arguments of ``fun`` that returns a ``DynamicScaleResult``: the next
-            ``DynamicScale``, whether all gradients are finite, the value (with ``has_aux`` the pair), and
-            the gradients, in float32. The scaling state is always finite.
+        The arguments are those of Flax's method. ``axis_name`` reduces by ``fp8flax.pmean_gradients``.
         """
 
-        @functools.wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> Any:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return jnp.asarray(value, jnp.float32) * self.scale, aux
@@ -85,35 +65,21 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
             grads = map_state(lambda s: s, lambda g: jnp.asarray(g, jnp.float32) / self.scale, grads)
             if axis_name is not None:
                 grads = pmean_gradients(grads, axis_name)
-            finite = map_state(lambda s: np.True_, lambda g: jnp.all(lax.is_finite(g)), grads)
-            is_finite = functools.reduce(jnp.logical_and, jax.tree.leaves(finite), jnp.array(True))
+            finite = map_state(lambda s: np.True_, lambda g: jnp.isfinite(g).all(), grads)
+            slope = jnp.where(functools.reduce(jnp.logical_and, jax.tree.leaves(finite)), 1.0, jnp.nan)
+            # Flax's method computes the next scale, from a gradient that is as finite as all gradients.
+            after = super(DynamicScale, self).value_and_grad(lambda x: slope * x)(0.0)
             value = (value / self.scale, aux) if has_aux else value / self.scale
-            return flax.training.dynamic_scale.DynamicScaleResult(
-                self._after(is_finite), is_finite, value, grads
-            )
+            return after._replace(aux=value, grad=grads)
 
         return value_and_grad_fun
-
-    def _after(self, is_finite: jax.Array) -> DynamicScale:
-        """Returns the loss scale after a step with or without finite gradients."""
-        grows = self.fin_steps == self.growth_interval
-        largest = np.finfo(np.float32).max
-        grown = jnp.where(grows, jnp.minimum(self.scale * self.growth_factor, largest), self.scale)
-        smaller = self.scale * self.backoff_factor
-        if self.minimum_scale is not None:
-            smaller = jnp.maximum(smaller, self.minimum_scale)
-        return self.replace(
-            scale=jnp.where(is_finite, grown, smaller),
-            fin_steps=jnp.where(grows | ~is_finite, 0, self.fin_steps + 1),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class _MergingApply:
     """Calls ``apply_fn(variables, …)`` with scaling state whose gradients merge by maximum.
 
-    It is a dataclass and not a closure, so that two train states of the same model compare equal. A jitted
-    step is then not traced again.
+    A closure would make train states of one model unequal, and jit would trace a step again.
     """
 
     apply_fn: Callable[..., Any]
@@ -124,12 +90,6 @@ class _MergingApply:
 
 def _is_variables(params: Any) -> bool:
     return isinstance(params, Mapping) and "params" in params
-
-
-def _replace(variables: Mapping[str, Any], **collections: Any) -> Mapping[str, Any]:
-    if isinstance(variables, flax.core.FrozenDict):
-        return variables.copy(collections)
-    return {**variables, **collections}
 
 
 class TrainState(flax.training.train_state.TrainState):
@@ -144,9 +104,8 @@ class TrainState(flax.training.train_state.TrainState):
     * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
-    once is correct. Use ``fp8flax.value_and_grad`` for a loss that calls it several times. A gradient taken
-    outside of ``jax.shard_map`` with ``check_vma=False`` is not supported. ``fp8flax.value_and_grad`` then
-    raises an error, and plain ``jax.grad`` returns a wrong state without one.
+    once is correct, but not if it is taken outside of ``jax.shard_map`` with ``check_vma=False``. Use
+    ``fp8flax.value_and_grad`` for a loss that calls it several times.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8
@@ -168,19 +127,15 @@ class TrainState(flax.training.train_state.TrainState):
         """Returns the train state after one step.
 
         Args:
-            grads: gradient with respect to ``params``, of the same structure. If ``params`` has scaling
-                state, ``grads`` must have it too. Collections other than these two may be missing.
+            grads: gradient with respect to ``params``. If ``params`` has scaling state, ``grads`` must have
+                it too. Collections other than these two may be missing.
             **kwargs: further fields to ``replace``.
-
-        Returns:
-            The next ``TrainState``.
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
             ValueError: the gradient of the scaling state is missing, has other names or shapes, or no step
-                can make it of the old state. Under ``jax.jit`` the last of these raises no error. The
-                scales of these tensors become NaN, so the next loss is NaN, and ``fp8flax.check_state``
-                names the layers.
+                can make it. Under ``jax.jit`` the scales of such tensors become NaN instead, so the next
+                loss is NaN, and ``fp8flax.check_state`` names the layers.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
@@ -190,31 +145,20 @@ class TrainState(flax.training.train_state.TrainState):
                 f"{sorted(grads) if isinstance(grads, Mapping) else type(grads).__name__}. Differentiate "
                 "with respect to the whole of state.params."
             )
-        grads = flax.core.unfreeze(grads)
-        if isinstance(self.params, flax.core.FrozenDict):
-            grads = flax.core.freeze(grads)
         updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
         changed = {"params": optax.apply_updates(self.params["params"], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
-            changed[OVERWRITE_WITH_GRADIENT] = self._next_scaling_state(grads)
-        return self.replace(
-            step=self.step + 1,
-            params=_replace(self.params, **changed),
-            opt_state=opt_state,
-            **kwargs,
-        )
-
-    def _next_scaling_state(self, grads: Mapping[str, Any]) -> Any:
-        if OVERWRITE_WITH_GRADIENT not in grads:
-            raise ValueError(
-                f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the FP8 scaling state would never change. "
-                "Differentiate with respect to the whole of state.params. To keep the old state on "
-                f"purpose, pass it: grads={{**grads, {OVERWRITE_WITH_GRADIENT!r}: "
-                f"state.params[{OVERWRITE_WITH_GRADIENT!r}]}}."
-            )
-        old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
-        what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
-        return checked_next_state(old, new, what_to_do)[OVERWRITE_WITH_GRADIENT]
+            if OVERWRITE_WITH_GRADIENT not in grads:
+                raise ValueError(
+                    f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the scaling state would never change. "
+                    "Differentiate with respect to the whole of state.params. To keep the old state on "
+                    "purpose, pass it in grads."
+                )
+            old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
+            what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
+            changed |= checked_next_state(old, new, what_to_do)
+        params = flax.core.copy(self.params, changed)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
@@ -223,17 +167,14 @@ class TrainState(flax.training.train_state.TrainState):
         Args:
             apply_fn: usually ``model.apply``.
             params: a dict of variables (the result of ``model.init``), or a bare tree of parameters.
-            tx: an Optax gradient transformation; initialised on the parameters only.
+            tx: an Optax gradient transformation. It gets the parameters only, so masks and labels in it are
+                made for them.
             **kwargs: further fields of a subclass.
 
-        Returns:
-            The new ``TrainState``.
-
         Raises:
-            TypeError: scaling state in ``params`` is not float32; ``apply_fn`` is not a function, but for
-                instance a model; or ``tx`` is not an optimizer.
-            ValueError: scaling state lies at a place that the optimizer sees, or without parameters next to
-                it; or the masks or labels in ``tx`` are made for all variables.
+            TypeError: scaling state in ``params`` is not float32; or ``apply_fn`` is not a function, or
+                ``tx`` not an optimizer.
+            ValueError: scaling state lies where the optimizer sees it, or has no parameters beside it.
         """
         if apply_fn is not None:
             check_function("apply_fn", apply_fn, "model.apply")
@@ -252,35 +193,4 @@ class TrainState(flax.training.train_state.TrainState):
             )
         if not isinstance(apply_fn, _MergingApply):
             apply_fn = _MergingApply(apply_fn)
-        return cls(
-            step=0,
-            apply_fn=apply_fn,
-            params=params,
-            tx=tx,
-            opt_state=_init_optimizer(tx, optimized, params),
-            **kwargs,
-        )
-
-
-def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
-    """Returns ``tx.init(optimized)``; raises if the masks or labels of ``tx`` are made for all variables.
-
-    Such masks leave out every parameter, so nothing would be trained.
-    """
-    opt_state = tx.init(optimized)
-    if optimized is not variables and not _has_arrays(opt_state):
-        of_all = None
-        with contextlib.suppress(Exception):  # tx does not fit all variables either
-            of_all = jax.eval_shape(tx.init, {"params": optimized})
-        if _has_arrays(of_all):
-            raise ValueError(
-                "The masks or labels in tx are made for the whole dict of variables, but TrainState gives "
-                "the optimizer variables['params'] alone, and keeps the other collections itself. Make "
-                "them for variables['params'], or pass a function of it."
-            )
-    return opt_state
-
-
-def _has_arrays(opt_state: Any) -> bool:
-    """Returns whether the state of an optimizer holds arrays, such as momenta, and not only counters."""
-    return any(map(np.ndim, jax.tree.leaves(opt_state)))
+        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(optimized), **kwargs)

@@ -22,14 +22,14 @@ from fp8flax.nnx.training import (
     overwrite_state as overwrite_state,
     value_and_grad as value_and_grad,
 )
-from fp8flax.nnx.training import check_state as check_state
+from fp8flax._train.check import check_state as check_state
 
 # Whole models.
 from fp8flax._model.quantize_model import quantize_model as quantize_model
 from fp8flax._model.report import report as report
 
 # Serving, and what comes before.
-from fp8flax.nnx.training import calibrate as calibrate
+from fp8flax._train.calibrate import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen
 from fp8flax._serve.freeze import freeze as freeze
 from fp8flax._serve.safetensors import save_safetensors as save_safetensors

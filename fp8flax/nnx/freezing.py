@@ -25,6 +25,7 @@ from fp8flax._core.ops.calls import calling
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._serve.stored_op import (
     DAMAGED,
     INPUT_SCALE,
@@ -40,7 +41,6 @@ from fp8flax._serve.stored_op import (
     layout_of,
     stored,
 )
-from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax._train.check import warn_if_damaged
 from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op

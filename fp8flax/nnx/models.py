@@ -24,10 +24,10 @@ from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
+from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._model.interception import Contraction, refuse_in_custom_vjp
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
-from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 from fp8flax.nnx.products import ModuleCall, dry_run, params_of, watch
 

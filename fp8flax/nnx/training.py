@@ -1,23 +1,21 @@
-"""Trains and calibrates an NNX model: gradients, the optimizer that takes them, and state from samples."""
+"""Trains an NNX model: gradients that hold its next scaling state, and the optimizer that takes them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from flax import nnx
 
-from fp8flax._compat.max_dtype import differentiating, from_max_dtype
+from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import check_function, check_optimizer
+from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max
-from fp8flax._train import check
-from fp8flax._train.calibrate import WITHOUT_STATE
-from fp8flax._train.calibrate import calibrate as calibrate_variables
+from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import check_model, is_node, set_state, state_of
@@ -47,16 +45,13 @@ def _as_in(new: Any, old: Any) -> Any:
 
 def _without_max_dtype(tree: Any) -> Any:
     """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
-    for node in jax.tree.leaves(tree, is_leaf=is_node):
-        if not is_node(node):
-            continue
+    for node in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
         inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
         for variable in inside:
-            if isinstance(variable, nnx.Variable):
-                old = variable.get_value()
-                new = jax.tree.map(from_max_dtype, old)
-                if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
-                    variable.set_value(new)
+            if isinstance(variable, nnx.Variable) and any(
+                map(is_max_dtype, jax.tree.leaves(variable.get_value()))
+            ):
+                variable.set_value(from_max(variable.get_value()))
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
 
 
@@ -70,19 +65,12 @@ def value_and_grad(
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
     The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
-    keeps its state until ``Optimizer.update`` or ``overwrite_state``.
+    keeps its state until ``Optimizer.update`` or ``overwrite_state``. An ``nnx.Optimizer`` leaves the state
+    as it is, without an error: use ``fp8flax.nnx.Optimizer``.
 
-    Args:
-        f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate. In a model these are its ``nnx.Param``, or
-            with an ``nnx.DiffState`` the variables that its filter takes; and always the scaling state.
-        has_aux: whether the function returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
-
-    Returns:
-        A function with the arguments of ``f`` that returns ``(value, gradients)``: an ``nnx.State`` for
-        each differentiated model, with variables of ``nnx.Param`` and ``OverwriteWithGradient``.
+    The arguments are those of ``nnx.value_and_grad``. The gradient of a model is an ``nnx.State`` with
+    variables of ``nnx.Param``, or those that the filter of an ``nnx.DiffState`` takes, and always of
+    ``OverwriteWithGradient``.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -153,10 +141,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function like ``nnx.grad`` for models that hold FP8 scaling state.
-
-    The arguments and the gradients are those of ``value_and_grad``. The returned function returns the
-    gradients, or with ``has_aux`` the pair ``(gradients, aux)``.
+    """Returns a function like ``nnx.grad`` that returns the gradients of ``value_and_grad``.
 
     Example:
         >>> from flax import nnx
@@ -168,29 +153,15 @@ def grad(
 
     Source: signature of ``nnx.grad``.
     """
-    f_with_value = value_and_grad(f, argnums, has_aux, holomorphic, allow_int)
-    return without_value(f_with_value, has_aux)
+    return without_value(value_and_grad(f, argnums, has_aux, holomorphic, allow_int), has_aux)
 
 
 def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    See ``fp8flax.accumulate_gradients``. Other changes of a microbatch to the model (statistics, random
-    number generators) are seen by the next microbatch, and stay in the model afterwards.
-
-    Args:
-        f: ``f(model, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``. It may
-            not add variables to the model.
-        has_aux: whether ``f`` returns auxiliary data.
-
-    Returns:
-        A function of two positional arguments, ``(model, microbatches)``. Its results are those of
-        ``fp8flax.accumulate_gradients``.
-
-    Raises:
-        TypeError: (when called) scaling state is not float32; or the function cannot take a list that was
-            passed as microbatches.
-        ValueError: (when called) there is no microbatch, or the first dimensions differ.
+    See ``fp8flax.accumulate_gradients``, with a model in the place of ``variables``. Other changes of a
+    microbatch to the model (statistics, random number generators) are seen by the next microbatch, and stay
+    in the model afterwards. ``f`` may not add variables to the model.
 
     Example:
         >>> from flax import nnx
@@ -233,38 +204,16 @@ _WHAT_TO_CALL = (
 )
 
 
-def _checked_next_state(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
-    """Returns the scaling state of a model after a step; raises if the gradients have no valid state."""
-    check_model(model, "TrainState")
-    if isinstance(grads, nnx.Module):
-        raise TypeError(
-            f"grads must be the gradients of the model; got {type(grads).__name__}, an NNX module. Pass "
-            "the model first, then the gradients."
-        )
-    old, new = state_of(model), state_of(grads)
-    if old[OVERWRITE_WITH_GRADIENT] and not new[OVERWRITE_WITH_GRADIENT]:
-        raise ValueError(
-            f"The gradients have no scaling state, so that of the model would never change. {_WHAT_TO_CALL}"
-        )
-    state: Mapping[str, Any] = check.checked_next_state(old, new, _WHAT_TO_CALL)
-    return state
-
-
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
-    A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf keeps its history.
-    A state that no step can make of the old one raises an error. Under ``jax.jit`` its scale becomes NaN
-    instead, so that the next loss is NaN, and ``check_state`` names the layer.
-
-    Args:
-        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
-        grads: the gradients that ``value_and_grad`` returned for the model.
+    ``grads`` are those that ``value_and_grad`` returned for the model. A state that no step can make of the
+    old one raises an error. Under ``jax.jit`` its scale becomes NaN instead, so that the next loss is NaN,
+    and ``check_state`` names the layer.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
-        ValueError: the gradient has no state, or the state of another model, or other arithmetic changed
-            it.
+        ValueError: the gradient has no state, or the state of another model, or arithmetic changed it.
 
     Example:
         >>> from flax import nnx
@@ -276,9 +225,13 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
         >>> layer.dot_general.input_amax_history.get_value()[:2]
         Array([3., 0.], dtype=float32)
 
-    Source: ``flax.linen.fp8_ops``, whose guide overwrites a collection.
+    Source: the guide of ``flax.linen.fp8_ops``, which overwrites a collection.
     """
-    set_state(model, _checked_next_state(model, grads))
+    check_model(model, "TrainState")
+    old, new = state_of(model), state_of(grads)
+    if old[OVERWRITE_WITH_GRADIENT] and not new[OVERWRITE_WITH_GRADIENT]:
+        raise ValueError(f"grads have no scaling state, so the model's would never change. {_WHAT_TO_CALL}")
+    set_state(model, checked_next_state(old, new, _WHAT_TO_CALL))
 
 
 class Optimizer(nnx.Optimizer):
@@ -286,11 +239,6 @@ class Optimizer(nnx.Optimizer):
 
     Optax sees the variables of ``wrt``, and no scaling state: momentum, weight decay, clipping and norms
     are those of the parameters. The state is replaced as in ``overwrite_state``.
-
-    Args:
-        model: the model, for the shapes of its parameters.
-        tx: an Optax gradient transformation.
-        wrt: a filter of NNX for the variables to update.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or ``tx`` is not an optimizer of Optax.
@@ -325,101 +273,6 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, tx, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
-        """Updates the parameters of a model, and overwrites its scaling state.
-
-        Args:
-            model: an NNX module; its variables change.
-            grads: the gradients that ``value_and_grad`` returned for the model.
-            **kwargs: passed to ``tx.update``.
-
-        Returns:
-            The result of ``nnx.Optimizer.update``.
-
-        Raises:
-            TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
-            ValueError: as in ``overwrite_state``; the model and the optimizer then stay unchanged.
-        """
-        state = _checked_next_state(model, grads)
-        updates = super().update(model, grads, **kwargs)
-        set_state(model, state)
-        return updates
-
-
-def check_state(model: Any, before: Any = None) -> None:
-    """Raises ``ValueError`` if scaling state was changed by something other than training with FP8.
-
-    The checks, errors and warnings are those of ``fp8flax.check_state``.
-
-    Args:
-        model: an NNX module, or an ``nnx.State`` of it.
-        before: the model before one step, as ``nnx.state(model)`` or ``nnx.clone(model)`` of that time;
-            None checks ``model`` alone.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> fp8nnx.check_state(layer)
-        Traceback (most recent call last):
-        ...
-        ValueError: The FP8 scaling state is not what training leaves...
-    """
-    check_model(model, "check_state", " For variables of a Linen model use fp8flax.check_state.")
-    check.check_state(state_of(model), None if before is None else state_of(before))
-
-
-_MODEL = "model"
-
-
-def calibrate(
-    f: Callable[[Any, Any], Any],
-    model: nnx.Module,
-    batches: Iterable[Any],
-    *,
-    backward: bool = False,
-    has_aux: bool = False,
-) -> None:
-    """Fills the scaling state of a model from sample batches, so that its first step has the right scales.
-
-    The result, the errors and the warning are those of ``fp8flax.calibrate``. Nothing else in the model
-    changes: statistics and random number generators that ``f`` updates are restored.
-
-    Args:
-        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; see ``fun`` of ``fp8flax.calibrate``.
-        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
-        batches: a few samples, similar to those that the model will see.
-        backward: whether ``f`` is a loss (a scalar), whose gradients fill the state of output
-            gradients too.
-        has_aux: whether the loss comes in a pair ``(loss, aux)``.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> x = jnp.full((2, 4), 3584.0)
-        >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x, x / 2])
-        >>> layer.dot_general.input_scale.get_value()
-        Array([8.], dtype=float32)
-    """
-    check_function("f", f, "lambda model, x: model(x)")
-    check_model(model, "calibrate")
-    state = state_of(model)
-    if not state[OVERWRITE_WITH_GRADIENT]:
-        raise ValueError(
-            "The model has no scaling state, so there is nothing to calibrate. Give its layers ops, or "
-            f"convert it by fp8flax.nnx.quantize_model. {WITHOUT_STATE}"
-        )
-    graphdef, whole = nnx.split(model)
-
-    def of_variables(variables: Mapping[str, Any], batch: Any) -> Any:
-        # A copy has variables of this trace, to which f may write.
-        merged = nnx.merge(graphdef, jax.tree.map(lambda x: x, variables[_MODEL]))
-        set_state(merged, variables)
-        return f(merged, batch)
-
-    # The model is an argument, because a compiled function would hold weights of its closure as constants.
-    variables = {**state, _MODEL: whole}
-    filled = calibrate_variables(of_variables, variables, batches, backward=backward, has_aux=has_aux)
-    set_state(model, filled)
+        """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``."""
+        overwrite_state(model, grads)
+        return super().update(model, grads, **kwargs)

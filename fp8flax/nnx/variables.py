@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,6 +43,22 @@ def set_state(node: Any, state: Mapping[str, Any]) -> None:
     """Writes a state with the structure of ``state_of`` into a model or an ``nnx.State``."""
     if state[OVERWRITE_WITH_GRADIENT]:
         nnx.update(node, state[OVERWRITE_WITH_GRADIENT])
+
+
+def as_function_of_variables(
+    f: Callable[[Any, Any], Any], model: nnx.Module
+) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """Returns ``f(model, batch)`` as a function of a tree of variables and a batch, and this tree."""
+    graphdef, whole = nnx.split(model)
+
+    def of_variables(variables: Mapping[str, Any], batch: Any) -> Any:
+        # A copy has variables of this trace, to which f may write.
+        merged = nnx.merge(graphdef, jax.tree.map(lambda x: x, variables["model"]))
+        set_state(merged, variables)
+        return f(merged, batch)
+
+    # The model is an argument, because a compiled function would hold weights of its closure as constants.
+    return of_variables, {**state_of(model), "model": whole}
 
 
 def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...], Any]]:

@@ -231,7 +231,7 @@ def test_optimizers_do_not_see_the_state():
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     before = nnx.to_pure_dict(nnx.state(layer))
     for wrong, message in (
-        (grads.filter(nnx.Param), "have no scaling state, so that of the model would never change"),
+        (grads.filter(nnx.Param), "have no scaling state"),
         (
             fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])),
             "another structure than the state",
@@ -283,7 +283,7 @@ def test_mistakes_are_loud(mistake, wrap):
     if wrap is nnx.jit:
         step(layer, optimizer)
         assert jnp.isnan(loss_of(layer, X))
-        with pytest.raises(ValueError, match=r"dot_general/input_amax_history has a scale of NaN"):
+        with pytest.raises(ValueError, match="dot_general/input_amax_history .* the scale is NaN"):
             fp8nnx.check_state(layer)
     else:
         with pytest.raises(ValueError, match="change only the gradients of the parameters"):
@@ -298,11 +298,6 @@ def test_an_optimizer_of_nnx_leaves_the_state_behind(wrap):
     wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))(layer, optimizer)
     with pytest.raises(ValueError, match="No history has moved"):
         fp8nnx.check_state(layer)
-
-
-def test_check_state_of_linen_variables():
-    with pytest.raises(TypeError, match=r"fp8flax\.check_state"):
-        fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})
 
 
 def test_check_state():

@@ -74,12 +74,6 @@ def test_state_that_fits_is_kept():
     jax.tree.map(np.testing.assert_array_equal, filled[OWG]["d1"], variables[OWG]["d1"])
 
 
-def test_nothing_is_computed_and_other_collections_stay():
-    variables = {**PLAIN.init(jax.random.key(0), X), "batch_stats": {"mean": jnp.ones((3,))}}
-    result = fp8.add_fp8_state(variables, FP8, X)
-    assert result["batch_stats"] is variables["batch_stats"]
-
-
 def with_length(length):
     return partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=length))
 
@@ -246,25 +240,10 @@ def test_stacked_layers():
 
 def test_errors():
     variables = PLAIN.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="no FP8 layer"):
-        fp8.add_fp8_state(variables, PLAIN, X)
-    with pytest.raises(ValueError, match=r"\['bias'\] is missing"):
+    assert fp8.add_fp8_state(variables, PLAIN, X) is variables
+    with pytest.raises(ValueError, match=r"\['bias'\] .* missing"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=3), X)
     with pytest.raises(ValueError, match="no such parameter"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
-    with pytest.raises(ValueError, match=r"\(4,\), .*\(5,\)"):
+    with pytest.raises(ValueError, match=r"\(4,\).*\(5,\)"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, features=5), X)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-def test_state_under_the_name_of_another_op():
-    """One of Flax's ops has the name of our op, and the other has another name."""
-    theirs = make(nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)
-    with pytest.raises(fp8.MissingStateError, match="use fp8flax.Fp8DirectDot"):
-        FP8.apply(theirs, X)
-    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0"):
-        fresh = fp8.add_fp8_state(theirs, FP8, X)
-    jax.tree.map(np.testing.assert_array_equal, fresh[OWG], FP8.init(jax.random.key(0), X)[OWG])
-    same = fp8.add_fp8_state(theirs, make(fp8.Fp8DirectDotGeneralOp), X)  # with no warning
-    jax.tree.map(np.testing.assert_array_equal, same, theirs)

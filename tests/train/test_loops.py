@@ -17,7 +17,7 @@ from flax.training import dynamic_scale
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import normal, variables_of
+from tests.cases import cells, normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
@@ -193,7 +193,7 @@ def op_of(variables, layer="first"):
     return variables[OWG][layer]["Fp8DotGeneralOp_0"]
 
 
-NAME = f"{OWG}/first/Fp8DotGeneralOp_0/"
+FIRST = f"{OWG}/first/Fp8DotGeneralOp_0/"
 
 
 class TestCheckState:
@@ -210,52 +210,33 @@ class TestCheckState:
             with pytest.warns(UserWarning, match="no FP8 scaling state"):
                 fp8.check_state(variables)
 
-    def test_lost_state(self):
-        with pytest.raises(ValueError, match=f"{NAME}input_amax_history"):
-            fp8.check_state({"params": trained()["params"]}, before=trained(1))
-
-    def test_a_train_state_and_variables(self):
+    def test_other_state_before(self):
         state = fp8.TrainState.create(apply_fn=None, params=trained(1), tx=optax.sgd(0.1))
-        for variables, before in ((state, state.params), (state.params, state)):
-            with pytest.raises(ValueError, match="is in `before` only"):
+        without = {"params": state.params["params"]}
+        for variables, before in ((state, state.params), (without, state.params)):
+            with pytest.raises(ValueError, match=f"{FIRST}input_amax_history is not in both"):
                 fp8.check_state(variables, before=before)
 
     def test_a_donated_tree(self):
         before, variables = trained(1), trained(2)
         op_of(before)["input_scale"].delete()
-        with pytest.raises(ValueError, match=f"{NAME}input_scale is lost.*Copy the variables"):
+        with pytest.raises(ValueError, match=f"{FIRST}input_scale is lost.*Copy the variables"):
             fp8.check_state(variables, before=before)
 
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
-            ("input_scale", lambda a: 0 * a, "input_amax_history has a scale that is not positive"),
-            ("kernel_scale", lambda a: jnp.nan * a, "kernel_amax_history has a scale of NaN"),
-            ("kernel_scale", lambda a: a[0], r"kernel_(scale|amax_history) of shape .* whose shape fits"),
-            ("input_amax_history", lambda a: -a, "input_amax_history has .* entries that are negative"),
-            ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
-            ("input_amax_history", None, r"input_scale of shape \(1,\) has no scale or history beside it"),
+            ("input_scale", lambda a: 0 * a, "has a scale that is not positive"),
+            ("kernel_scale", lambda a: jnp.nan * a, "has a scale that is not positive"),
+            ("input_amax_history", lambda a: -a, "negative"),
+            ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "not finite"),
         ],
     )
     def test_a_bad_leaf_is_named(self, leaf, change, message):
         variables = trained()
-        if change is None:
-            del op_of(variables)[leaf]
-        else:
-            op_of(variables)[leaf] = change(op_of(variables)[leaf])
-        with pytest.raises(ValueError, match=message if "negative" in message else f"{NAME}{message}"):
-            fp8.check_state(variables)
-
-    def test_a_narrow_state(self):
-        variables = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trained())
-        with pytest.raises(TypeError, match=r"must be float32; got bfloat16.*Cast variables\['params'\]"):
-            fp8.check_state(variables)
-
-    def test_every_problem_is_listed(self):
-        variables = trained()
-        op_of(variables)["input_scale"] = jnp.zeros((1,))
-        op_of(variables, "second")["kernel_amax_history"] = jnp.full((4,), -1.0)
-        with pytest.raises(ValueError, match=r"(?s)\n- .*first.*/input_.*\n- .*second.*/kernel_"):
+        op_of(variables)[leaf] = change(op_of(variables)[leaf])
+        role = leaf.partition("_")[0]
+        with pytest.raises(ValueError, match=rf"\n- {FIRST}{role}_amax_history .*{message}"):
             fp8.check_state(variables)
 
     def test_two_steps_are_no_step(self):
@@ -294,18 +275,6 @@ class TestCheckState:
         scaled = {**before, OWG: jax.tree.map(lambda g: 0.3 * g, grads[OWG])}
         with pytest.raises(ValueError, match="past entries"):
             fp8.check_state(scaled, before=before)
-
-    def test_sharded_and_stacked(self):
-        mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), trained(1)[OWG], trained(2)[OWG])
-        after = jax.tree.map(lambda *a: jnp.stack(a), trained(2)[OWG], trained(3)[OWG])
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("stage"))
-        stacked, after = jax.device_put(stacked, sharding), jax.device_put(after, sharding)
-        fp8.check_state({OWG: after}, before={OWG: stacked})
-
-    def test_traced_values_are_refused(self):
-        with pytest.raises(TypeError, match="outside of jax.jit"):
-            jax.jit(fp8.check_state)(START)
 
 
 def over_all(change):
@@ -377,10 +346,10 @@ def test_mistakes_are_loud(mistake, wrap):
     elif wrap is jax.jit:
         after = step(state).params
         assert jnp.isnan(loss_of(MODEL, after))
-        with pytest.raises(ValueError, match=f"{NAME}.*has a scale of NaN"):
+        with pytest.raises(ValueError, match=f"{FIRST}.*the scale is NaN"):
             fp8.check_state(after)
     else:
-        with pytest.raises(ValueError, match=f"(?s){NAME}.*fp8flax.value_and_grad"):
+        with pytest.raises(ValueError, match=f"(?s){FIRST}.*fp8flax.value_and_grad"):
             step(state)
 
 
@@ -410,7 +379,7 @@ def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
         fp8.check_state(loop(before), before=before)
 
 
-@pytest.mark.parametrize("length", [16, 1024])
+@pytest.mark.parametrize("length", cells([16, 1024], repeated=[1024]))
 def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_history(length):
     model = nn.Dense(1, dot_general_cls=partial(Op, recipe=fp8.DelayedScaling(amax_history_len=length)))
     variables = average = variables_of(model, X)
@@ -419,7 +388,7 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
         variables = {**variables, OWG: gradient(variables, (1.0 + i) * X)[OWG]}
         average = optax.incremental_update(variables, average, 0.1)
     fp8.check_state(variables)
-    with pytest.raises(ValueError, match="has a scale that does not follow from it"):
+    with pytest.raises(ValueError, match="a scale that does not follow from its history"):
         fp8.check_state(average)
     with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
         fp8.add_fp8_state(average, model, X)
@@ -446,17 +415,21 @@ class Stack(nn.Module):
 class TestMutable:
     """The collection that ``apply`` returns as mutable holds the old state."""
 
-    @pytest.mark.parametrize("mutable", [OWG, [OWG], (OWG, "batch_stats"), {OWG}])
-    @pytest.mark.parametrize("model", [MODEL, Stack()])
+    @pytest.mark.parametrize(("mutable", "model"), [(OWG, MODEL), ([OWG, "batch_stats"], Stack())])
     def test_naming_the_collection_warns(self, mutable, model):
         variables = variables_of(model, X)
         with pytest.warns(UserWarning, match="old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
     @pytest.mark.parametrize(
-        "mutable", [False, True, "batch_stats", ["batch_stats"], flax.core.DenyList("params")]
+        ("mutable", "model"),
+        [
+            (False, MODEL),
+            (True, Stack()),
+            (["batch_stats"], MODEL),
+            (flax.core.DenyList("params"), Stack()),
+        ],
     )
-    @pytest.mark.parametrize("model", [MODEL, Stack()])
     def test_nothing_else_warns(self, mutable, model):
         variables = variables_of(model, X)
         jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
@@ -467,13 +440,6 @@ class TestMutable:
         assert_trees_equal(created[OWG], START[OWG])
         init = partial(MODEL.init, mutable=["params", OWG])
         assert set(jax.eval_shape(init, jax.random.key(0), X)) == {"params", OWG}
-
-    def test_a_converted_model(self):
-        model = fp8.quantize_model(nn.Sequential([nn.Dense(8), nn.Dense(8)]), include=".*")
-        variables = variables_of(model, X)
-        with pytest.warns(UserWarning, match="the old state"):
-            jax.eval_shape(partial(model.apply, mutable=[OWG]), variables, X)
-        jax.eval_shape(partial(model.apply, mutable=True), variables, X)
 
 
 PAGE = (ROOT / "docs" / "loops.md").read_text()

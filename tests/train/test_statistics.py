@@ -1,6 +1,5 @@
 """Statistics agree with NumPy under every transformation."""
 
-import sys
 from functools import partial
 
 import flax.linen as nn
@@ -149,6 +148,7 @@ def test_beside_the_reference(recipe):
 
 def assert_close(actual, expected):
     """Asserts that two trees of statistics are close."""
+    actual, expected = dict(actual), dict(expected)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for path, one in jax.tree_util.tree_leaves_with_path(actual):
         other = expected
@@ -271,25 +271,6 @@ def test_of_a_batch_by_vmap():
         np.testing.assert_allclose(found["input"][field], value, rtol=1e-5, err_msg=field)
 
 
-def test_values_are_needed():
-    for transform in (jax.jit, jax.vmap):
-        with pytest.raises(ValueError, match="outside of jax.jit"):
-            transform(fp8.statistics(square))(W, W)
-
-
-def test_a_second_call_compiles_nothing():
-    traces = []
-
-    def loss(w, x, is_long):
-        traces.append(is_long)
-        return square(w, x)
-
-    measure = fp8.statistics(loss)
-    for x, is_long in ((X, True), (2 * X, True), (X, False)):
-        assert measure(W, x, is_long)["Fp8DotGeneralOp"]["input"]["amax"] == np.max(np.abs(x))
-    assert traces == [True, False]  # a flag stays a Python value
-
-
 def test_out_of_while_loops_and_calls_without_a_gradient():
     """The numbers of a while loop are those of all its rounds in one call after another."""
 
@@ -315,48 +296,6 @@ def test_refuses_what_nothing_comes_out_of():
         fp8.statistics(jnp.sum)(W)
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op was reached"):
         fp8.statistics(lambda w: jnp.sum(OP.apply({}, X, w, MATMUL)))(W)
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-        return jnp.sin(fp8.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())(x, kernel, MATMUL))
-
-
-class Layers(nn.Module):
-    """Layers with the given names; a layer whose name comes twice is called twice."""
-
-    names: tuple[str, ...]
-    layer: type[nn.Module]
-
-    @nn.compact
-    def __call__(self, x):
-        layers = {name: self.layer(name=name) for name in dict.fromkeys(self.names)}
-        for name in self.names:
-            x = layers[name](x)
-        return x
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("remat", [False, True])
-def test_layers_that_nn_jit_traced_once_are_refused(remat):
-    """Flax's cache would report later layers under the path of the first one."""
-
-    def measure(names, layer):
-        model = Layers(names, layer)
-        params = {name: {"kernel": (1 + i) * W} for i, name in enumerate(dict.fromkeys(names))}
-
-        def loss(params):
-            return jnp.sum(model.apply({"params": jax.tree.map(lambda leaf: 2 * leaf, params)}, X))
-
-        return fp8.statistics(loss)(params)
-
-    jitted = nn.remat(nn.jit(Layer)) if remat else nn.jit(Layer)
-    for names in (("a", "b"), ("a", "a")):
-        with pytest.raises(ValueError, match=r"path a/Fp8DotGeneralOp_0: .* without nn\.jit"):
-            measure(names, jitted)
-    assert set(measure(("c",), jitted)) == {"c/Fp8DotGeneralOp_0"}
 
 
 def square(w, x):
@@ -444,11 +383,6 @@ def test_of_whole_models_and_all_ops():
             assert of_op["kernel"]["headroom"] == pytest.approx(1, rel=1e-6)
 
 
-def test_the_function_is_no_loss():
-    with pytest.raises(TypeError, match=r"scalar-output .*\(3,\)"):
-        fp8.statistics(lambda v: v)(jnp.ones(3))
-
-
 def numbers(**values):
     return {name: float(values.get(name, 0)) for name in FIELDS}
 
@@ -488,17 +422,3 @@ def test_the_plot_shows_what_loses_most():
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         f"{name}/input" for name in names[10:]
     ]
-
-
-def test_the_plot_needs_results_by_step():
-    for history in (HISTORY[0], [HISTORY[0]], None, {0: fp8.statistics(square)}):
-        with pytest.raises(TypeError, match="history"):
-            fp8.plot_statistics(history)
-    with pytest.raises(ValueError, match="empty"):
-        fp8.plot_statistics({})
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="plots"):
-        fp8.plot_statistics(HISTORY)
