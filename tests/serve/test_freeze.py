@@ -465,7 +465,7 @@ def test_gradients():
     wide = served["params"].pop("wide")
     loss = lambda x, wide, base: serve.apply({"params": {"wide": wide, "base": base}}, x).sum()  # noqa: E731
     of_x, of_wide = jax.grad(loss, (0, 1))(x, wide, served["params"]["base"])
-    np.testing.assert_allclose(of_x, np.broadcast_to(row, (2, 8)), rtol=1e-5)
+    np.testing.assert_allclose(of_x, np.broadcast_to(row * np.asarray(wide), (2, 8)), rtol=1e-5)
     np.testing.assert_allclose(of_wide, (row * x).sum(0, keepdims=True), rtol=1e-4)
     with pytest.raises(TypeError, match="have no gradient"):
         jax.grad(loss, 2, allow_int=True)(x, wide, served["params"]["base"])
