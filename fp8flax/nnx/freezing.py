@@ -159,7 +159,7 @@ def freeze(
 
 def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[str]) -> None:
     """Stores the kernel of a layer in FP8, unless the recipe keeps it wide."""
-    recipe, row, module, path = layer.op._recipe_in_use(), layer.kind.row, layer.module, layer.site.path
+    recipe, row, module, path = layer.op._recipe_in_use(), layer.site.op, layer.module, layer.site.path
     if recipe is None or recipe.gemms.forward.rhs is None:
         return
     gemms = WEIGHT_ONLY if weight_only else recipe.gemms
@@ -173,7 +173,7 @@ def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[st
         row, gemms, args, wide, scales, axes, into_op=lambda kernel: kernel.astype(dtype)
     )
     op = FrozenOp(row, gemms, path, layout_of(row, gemms, args), scales)
-    setattr(module, layer.kind.field, nnx.data(op))
+    setattr(module, layer.site.name, nnx.data(op))
     module.kernel = Frozen(codes)
     _let_kernel_pass(module, wide.dtype)
 
@@ -246,8 +246,8 @@ def _operands(
     for path, layer in layers.items():
         _let_kernel_pass(layer.module, layer.module.kernel.get_value().dtype)
         layer.module.kernel.set_metadata(**{_MARK: path}, on_get_value=on_get, on_set_value=on_set)
-        recorder = calling(layer.kind.row.call, partial(record, path, layer.kind.row))
-        setattr(layer.module, layer.kind.field, nnx.static(recorder))
+        recorder = calling(layer.site.op.call, partial(record, path, layer.site.op))
+        setattr(layer.module, layer.site.name, nnx.static(recorder))
     # Layers that share a kernel have one mark.
     marks = {path: layer.module.kernel.get_metadata(_MARK) for path, layer in layers.items()}
     graphdef, state = nnx.split(copy)

@@ -46,12 +46,6 @@ class Kind(NamedTuple):
     axes: Callable[[Any], tuple[Sequence[int], Sequence[int]]]
     """Returns the axes of the kernel that the layer contracts, and the batch axes of the kernel."""
 
-    @property
-    def field(self) -> str:
-        """The name of the field that takes the op."""
-        assert self.row.nnx_field is not None
-        return self.row.nnx_field
-
 
 def _einsum_names(layer: nnx.Einsum) -> list[str]:
     """Returns the names of the axes of the input, the kernel and the result, without an ellipsis."""
@@ -92,33 +86,40 @@ _KINDS: dict[type[nnx.Module], Kind] = {
 }
 
 
-class Layer(NamedTuple):
-    """A layer of a model that has a field for an op."""
+class Found(NamedTuple):
+    """A contraction of a model."""
 
-    module: Any
-    kind: Kind
-    stacked: tuple[int, ...]
-    """The sizes of the axes that ``nnx.vmap`` has put in front of the kernel."""
     site: Site
-    """Its description for the rules, which follows from the kernel."""
+    """Its description. ``site.name`` is the attribute of ``site.module`` for its op."""
+    stacked: tuple[int, ...]
+    """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
+    kind: Kind | None = None
+    """The kind of the layer that computes it; None if a module writes it out."""
+    in_custom_vjp: bool = False
+    """Whether it is in a function with a derivative of its own."""
+
+    @property
+    def module(self) -> Any:
+        """The module that computes it."""
+        return self.site.module
 
     @property
     def op(self) -> Fp8Op | None:
-        """The op of the layer, if it is an ``Fp8Op``; otherwise None."""
-        found = getattr(self.module, self.kind.field)
+        """Its op, if there is one."""
+        found = getattr(self.module, self.site.name, None)
         return found if isinstance(found, Fp8Op) else None
 
     @property
     def takes_codes(self) -> bool:
-        """Whether the stored kernel enters one matmul without a change."""
-        if self.kind.row is EINSUM:
+        """Whether the stored kernel of a layer enters one matmul without a change."""
+        if self.site.op is EINSUM:
             lhs, rhs, result = _einsum_names(self.module)
             return all(name in lhs or name in result for name in rhs)
-        return self.kind.row.plan is not None
+        return self.site.op.plan is not None
 
 
-def layers_of(model: nnx.Module) -> Iterator[Layer]:
-    """Yields the layers of a model that have a field for an op."""
+def layers_of(model: nnx.Module) -> Iterator[Found]:
+    """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, module in nnx.iter_graph(model):
         kind = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
         if kind is None:
@@ -128,7 +129,8 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
         stacked = _stack_of(kernel.shape, shape)
         k = math.prod(shape[i] for i in contracted)
         batch = math.prod(shape[i] for i in batched)
-        place, function = "/".join(map(str, path)), getattr(module, kind.field)
+        place, field = "/".join(map(str, path)), str(kind.row.nnx_field)
+        function = getattr(module, field)
         is_free = function is None or function is kind.plain or isinstance(function, Fp8Op | LeftWide)
         is_free = is_free and getattr(module, "dot_general_cls", None) is None
         site = Site(
@@ -142,9 +144,9 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
             sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=(None if is_free else "it has an op of its own") if stacked is not None else STACKED,
-            name=kind.field,
+            name=field,
         )
-        yield Layer(module, kind, stacked or (), site)
+        yield Found(site, stacked or (), kind)
 
 
 STACKED = "its kernel is stacked along another axis than the first"
@@ -183,27 +185,6 @@ class LeftWide:
             return self.plain(*args, **kwargs)
 
 
-# All contractions of a call.
-
-
-class Found(NamedTuple):
-    """A contraction of a model, and what stands at its place."""
-
-    site: Site
-    """Its description. ``site.name`` is the attribute of ``site.module`` for its op."""
-    stacked: tuple[int, ...]
-    """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
-    plain: Callable[..., jax.Array]
-    """The function that computes the contraction without FP8."""
-    is_layer: bool
-    in_custom_vjp: bool = False
-    """Whether it is in a function with a derivative of its own."""
-
-
-def _found_layer(layer: Layer) -> Found:
-    return Found(layer.site, layer.stacked, layer.kind.plain, is_layer=True)
-
-
 class DryRun:
     """Finds the contractions of a model in one abstract call, and converts none.
 
@@ -215,13 +196,13 @@ class DryRun:
         self.found: dict[str, Found] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
         self.nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        self.layers = {layer.site.path: _found_layer(layer) for layer in layers_of(model)}
+        self.layers = {layer.site.path: layer for layer in layers_of(model)}
         self.copy: Any = nnx.clone(model)
         for layer in layers_of(self.copy):
-            function = getattr(layer.module, layer.kind.field)
+            function = getattr(layer.module, layer.site.name)
             if function is None or isinstance(function, Fp8Op | LeftWide):
-                function = layer.kind.plain
-            setattr(layer.module, layer.kind.field, nnx.static(_InField(function)))
+                function = _plain(layer)
+            setattr(layer.module, layer.site.name, nnx.static(_InField(function)))
         for keys, node in list(nnx.iter_graph(self.copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
@@ -261,7 +242,7 @@ class DryRun:
                 site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
             impossible = site.impossible or (STACKED if stacked is None else None)
             site = site._replace(path=path, module=node, impossible=impossible)
-            found = Found(site, stacked or (), site.op.plain, is_layer=False)
+            found = Found(site, stacked or ())
         scope = found.site.scope
         self.found[scope] = found._replace(in_custom_vjp=call.in_custom_vjp)
         return scope
@@ -289,7 +270,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
                 "without conversions, with all rules at once."
             )
     copy: Any = nnx.clone(model)
-    found = {layer.site.scope: _found_layer(layer) for layer in layers_of(copy)}
+    found = {layer.site.scope: layer for layer in layers_of(copy)}
     if inputs:
         run = DryRun(copy)
         run.trace(inputs, {})
@@ -298,16 +279,15 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     decided = [(one.site, options.decide(one.site)) for one in contractions]
     options.check_matched(decided)
     for one, (site, decision) in zip(contractions, decided):
-        there = getattr(site.module, site.name, None)
+        if one.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
+            continue  # the op that the user gave
         if decision.converts:
-            if isinstance(there, Fp8Op) and decision.reason == BY_DEFAULT:
-                continue  # the op that the user gave
             refuse_in_custom_vjp(site, one.in_custom_vjp)
             setattr(site.module, site.name, nnx.data(_new_op(one, decision, options)))
-            if not one.is_layer:
+            if one.kind is None:
                 watch(site.module)
-        elif site.impossible is None and not isinstance(there, Fp8Op):
-            left = LeftWide(site.path, one.plain, decision.reason)
+        elif site.impossible is None:
+            left = LeftWide(site.path, _plain(one), decision.reason)
             setattr(site.module, site.name, nnx.static(left))
     layers = {id(layer.op): layer.site.path for layer in reversed(list(layers_of(copy)))}
     ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
@@ -317,6 +297,11 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
         op._scope = layers.get(id(op), "/".join(map(str, path)))
         op._reason = op._reason or "an op of its own"
     return copy
+
+
+def _plain(found: Found) -> Callable[..., jax.Array]:
+    """Returns the function that computes a contraction without FP8."""
+    return found.site.op.plain if found.kind is None else found.kind.plain
 
 
 def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
@@ -345,14 +330,14 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
 
 def _decision_of(found: Found) -> Decision:
     """Returns the decision of ``quantize_model`` about a contraction of a converted model."""
-    there = getattr(found.site.module, found.site.name, None)
+    there = getattr(found.module, found.site.name, None)
     if isinstance(there, Fp8Op):
         return Decision(True, there.recipe, there._reason)
     if isinstance(there, LeftWide):
         return Decision(False, None, there.reason)
     if found.site.kind != "kernel" or found.site.impossible is not None:
         return Decision(False, None, Rules().decide(found.site).reason)
-    return Decision(False, None, "not converted" if found.is_layer else NOT_FOUND)
+    return Decision(False, None, NOT_FOUND if found.kind is None else "not converted")
 
 
 NOT_FOUND = "written out by a module: give quantize_model inputs, so that it finds this contraction"
