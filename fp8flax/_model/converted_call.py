@@ -18,7 +18,7 @@ from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, P
 from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.state.tree import key_name
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.interception import Contraction, Interception, Path, refuse_in_custom_vjp
+from fp8flax._model.interception import Contraction, Interception, Path
 from fp8flax._model.param_origin import ByIdentity, Origin
 from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
@@ -193,7 +193,6 @@ class Call(Interception):
             decision = decision._replace(pattern=None)  # it is one of the rules of another model
         bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
         self.decided.append((bare, decision))
-        refuse_in_custom_vjp(site, decision.converts and self.in_custom_vjp)
         if self.is_counting:
             return None, site.scope
         if not decision.converts:

@@ -59,16 +59,7 @@ class Contraction(NamedTuple):
 
 
 _in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
-
-
-def refuse_in_custom_vjp(site: Site, is_inside: bool) -> None:
-    """Raises ``ValueError`` for an op inside of a function with a derivative of its own."""
-    if is_inside:
-        raise ValueError(
-            f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the model's "
-            "own. An FP8 op there could not update its scaling state. Leave it wide: "
-            f"quantize_model(model, exclude={site.path!r})."
-        )
+"""Whether the running code is inside of a function with a derivative of its own."""
 
 
 class Interception(ABC):
@@ -80,11 +71,6 @@ class Interception(ABC):
         self.origins = ParamOrigins()
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
-
-    @property
-    def in_custom_vjp(self) -> bool:
-        """Whether the running code is inside of a function with a derivative of its own."""
-        return _in_custom_vjp.get()
 
     @abstractmethod
     def running(self) -> tuple[Path, Any]:
@@ -153,6 +139,7 @@ class Interception(ABC):
             impossible=row.unsupported(params),
             name="" if kernel is None else kernel.name(path, summed),
             is_swapped=is_swapped,
+            in_custom_vjp=_in_custom_vjp.get(),
         )
         return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
 

@@ -71,6 +71,8 @@ class Site(NamedTuple):
     """The name of the op in its module, if one computes the contraction; empty for a layer of NNX."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
+    in_custom_vjp: bool = False
+    """Whether it is inside of a function with a derivative of its own."""
 
     @property
     def scope(self) -> str:
@@ -154,6 +156,21 @@ class Rules:
             yield f"include {pattern!r}", pattern, self.recipe
 
     def decide(self, site: Site) -> Decision:
+        """Returns the decision about a contraction.
+
+        Raises:
+            ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
+        """
+        decision = self._first_decision(site)
+        if decision.converts and site.in_custom_vjp:
+            raise ValueError(
+                f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
+                "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
+                f"quantize_model(model, exclude={site.path!r})."
+            )
+        return decision
+
+    def _first_decision(self, site: Site) -> Decision:
         """Returns the decision of the first rule that matches a contraction; without one, the default."""
         for text, pattern, outcome in self._in_order():
             if callable(pattern):

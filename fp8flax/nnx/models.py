@@ -25,7 +25,7 @@ from fp8flax._core.ops.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
-from fp8flax._model.interception import Contraction, refuse_in_custom_vjp
+from fp8flax._model.interception import Contraction
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
@@ -95,8 +95,6 @@ class Found(NamedTuple):
     """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
     kind: Kind | None = None
     """The kind of the layer that computes it; None if a module writes it out."""
-    in_custom_vjp: bool = False
-    """Whether it is in a function with a derivative of its own."""
 
     @property
     def module(self) -> Any:
@@ -232,7 +230,8 @@ class DryRun:
         path, site = call.module._fp8_path, contraction.site
         node = self.nodes[path]
         if call.in_field:
-            found = self.layers[path]
+            layer = self.layers[path]
+            found = layer._replace(site=layer.site._replace(in_custom_vjp=site.in_custom_vjp))
         else:
             stacked: tuple[int, ...] | None = ()
             if contraction.kernel is not None:
@@ -243,9 +242,8 @@ class DryRun:
             impossible = site.impossible or (STACKED if stacked is None else None)
             site = site._replace(path=path, module=node, impossible=impossible)
             found = Found(site, stacked or ())
-        scope = found.site.scope
-        self.found[scope] = found._replace(in_custom_vjp=call.in_custom_vjp)
-        return scope
+        self.found[found.site.scope] = found
+        return found.site.scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +280,6 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
         if one.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             continue  # the op that the user gave
         if decision.converts:
-            refuse_in_custom_vjp(site, one.in_custom_vjp)
             setattr(site.module, site.name, nnx.data(_new_op(one, decision, options)))
             if one.kind is None:
                 watch(site.module)
