@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +54,7 @@ def value_and_grad(
     Source: signature of ``jax.value_and_grad``.
     """
     single = not isinstance(argnums, Sequence)
-    positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
+    positions: tuple[Any, ...] = (argnums,) if single else tuple(argnums)  # type: ignore[arg-type]
 
     def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
         """Returns the arguments, with ``f`` of the differentiated ones. JAX reports wrong positions."""

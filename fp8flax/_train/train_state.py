@@ -133,27 +133,21 @@ class TrainState(flax.training.train_state.TrainState):
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
-            ValueError: the gradient of the scaling state is missing, has other names or shapes, or no step
-                can make it. Under ``jax.jit`` the scales of such tensors become NaN instead, so the next
-                loss is NaN, and ``fp8flax.check_state`` names the layers.
+            ValueError: a gradient is missing, or that of the scaling state has other names or shapes, or no
+                step can make it. Under ``jax.jit`` its scales become NaN instead, so the next loss is NaN,
+                and ``fp8flax.check_state`` names the layers.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
-        if not _is_variables(grads):
-            raise ValueError(
-                "params is a dict of variables, so grads must be one with the key 'params'; got "
-                f"{sorted(grads) if isinstance(grads, Mapping) else type(grads).__name__}. Differentiate "
-                "with respect to the whole of state.params."
-            )
+        for name in {"params", OVERWRITE_WITH_GRADIENT} & self.params.keys():
+            if name not in grads:
+                raise ValueError(
+                    f"grads has no {name!r}, so it would never change. Differentiate with respect to the "
+                    "whole of state.params. To keep the old scaling state on purpose, pass it in grads."
+                )
         updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
         changed = {"params": optax.apply_updates(self.params["params"], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
-            if OVERWRITE_WITH_GRADIENT not in grads:
-                raise ValueError(
-                    f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the scaling state would never change. "
-                    "Differentiate with respect to the whole of state.params. To keep the old state on "
-                    "purpose, pass it in grads."
-                )
             old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
             what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
             changed |= checked_next_state(old, new, what_to_do)

@@ -48,10 +48,9 @@ def _without_max_dtype(tree: Any) -> Any:
     for node in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
         inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
         for variable in inside:
-            if isinstance(variable, nnx.Variable) and any(
-                map(is_max_dtype, jax.tree.leaves(variable.get_value()))
-            ):
-                variable.set_value(from_max(variable.get_value()))
+            value = variable.get_value() if isinstance(variable, nnx.Variable) else None
+            if any(map(is_max_dtype, jax.tree.leaves(value))):
+                variable.set_value(from_max(value))
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
 
 
@@ -77,8 +76,7 @@ def value_and_grad(
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
+        >>> import jax.numpy as jnp, fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> def loss(layer, x):
         ...     return jnp.sum(layer(x) + layer(3 * x))
@@ -96,9 +94,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def merged_f(*args: Any, **kwargs: Any) -> Any:
-        models = [args[i] for i in positions]
-
-        with _replaced(models, merge_by_max):
+        with _replaced([args[i] for i in positions], merge_by_max):
             out = f(*args, **kwargs)
         # A module may keep or return state that it read here, which must not have the dtype of the merge.
         _without_max_dtype((args, kwargs))
@@ -145,8 +141,7 @@ def grad(
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
+        >>> import jax.numpy as jnp, fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> sorted(fp8nnx.grad(lambda layer: jnp.sum(layer(jnp.ones((2, 4)))))(layer))
         ['bias', 'dot_general', 'kernel']
@@ -165,8 +160,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
+        >>> import jax.numpy as jnp, fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> microbatches = jnp.arange(1.0, 5.0)[:, None, None] * jnp.ones((4, 2, 4))
         >>> step = fp8nnx.accumulate_gradients(lambda layer, x: jnp.mean(layer(x) ** 2))
@@ -197,7 +191,6 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
 _REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
-
 _WHAT_TO_CALL = (
     "Compute gradients with fp8flax.nnx.value_and_grad, and change only the gradients of the parameters, "
     "nnx.state(grads, nnx.Param)."
@@ -217,8 +210,7 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
+        >>> import jax.numpy as jnp, fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> grads = fp8nnx.grad(lambda layer: jnp.sum(layer(jnp.full((2, 4), 3.0))))(layer)
         >>> fp8nnx.overwrite_state(layer, grads)
@@ -246,8 +238,7 @@ class Optimizer(nnx.Optimizer):
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp, optax
-        >>> import fp8flax.nnx as fp8nnx
+        >>> import jax.numpy as jnp, optax, fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> optimizer = fp8nnx.Optimizer(layer, optax.adamw(1e-3))
         >>> @nnx.jit
