@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
@@ -102,6 +104,15 @@ class Fp8Op(OpBase, nnx.Module):
             return
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
+
+    def _multiplier(self) -> Callable[..., jax.Array]:
+        layer, field = next(reversed(running_modules()), None), self.row.linen_field
+        if layer is not None and field is not None and hasattr(type(layer), field):
+            raise TypeError(  # otherwise the scales would never change
+                f"The Linen layer {type(layer).__name__} was given an NNX op, whose scaling state Linen "
+                f"cannot keep. Give it the Linen op: {field}=fp8flax.{type(self).__name__}."
+            )
+        return super()._multiplier()
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
