@@ -18,6 +18,7 @@ from tests.cases import (
     CONTRACTIONS,
     NO_BATCH,
     OWG,
+    cells,
     data,
     error_of_product,
     init,
@@ -71,7 +72,7 @@ def test_agrees_with_flax_over_steps(contraction):
 HYBRID, HYBRID_FNUZ = fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ
 OVER_STEPS = [
     # test_defects tests the formats E5M2 and E4M3_FNUZ
-    *(("direct", {}, each, jnp.float32) for each in (HYBRID, fp8.Format.E4M3, fp8.Format.E5M2_FNUZ)),
+    *(("direct", {}, each, jnp.float32) for each in (HYBRID, fp8.Format.E5M2_FNUZ)),
     ("direct", {}, HYBRID, jnp.bfloat16),
     ("direct", {"margin": 2}, HYBRID, jnp.float32),
     ("direct", {"algorithm": "most_recent"}, HYBRID_FNUZ, jnp.float32),
@@ -133,7 +134,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("layer", cells(LAYERS, repeated=["MultiHeadDotProductAttention"]))
 def test_injected_into_layers(layer):
     x = normal(0, 3, 5, 6)
     plain, with_fp8 = LAYERS[layer](), LAYERS[layer](dot_general_cls=fp8.Fp8DotGeneralOp)

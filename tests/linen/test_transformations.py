@@ -350,12 +350,9 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 # Dense with delayed scaling runs all transformations; each other layer and recipe runs some.
 OTHERS = {
     "`jax.jit`": ("Einsum", "delayed"),
-    "`nn.remat`": ("Dense", "axiswise"),
     "`nn.vmap` over experts": ("Dense", "block128"),
     "`jax.vmap` over examples": ("Own", "delayed"),
     "`lax.scan` over microbatches": ("Dense", "mxfp8"),
-    "`lax.cond`, in one branch": ("Dense", "current"),
-    "donated variables": ("Attention", "delayed"),
 }
 
 
@@ -363,10 +360,8 @@ def covered(layer, recipe, name):
     return (layer, recipe) in (("Dense", "delayed"), OTHERS.get(name))
 
 
-@pytest.mark.parametrize("recipe", COLUMNS)
-def test_forward_mode(recipe, cell, request):
-    if recipe not in ("delayed", "mxfp8"):
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=COLUMNS[1:]))
+def test_forward_mode(recipe, cell):
     c = case("Dense", recipe)
     tangent = jax.tree.map(jnp.ones_like, c.variables["params"])
 
@@ -384,7 +379,7 @@ def test_forward_mode(recipe, cell, request):
     cell("transformations", REFUSED[0], recipe, "refused (1)")
 
 
-@pytest.mark.parametrize("recipe", COLUMNS)
+@pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=["current", "axiswise", "block128"]))
 def test_second_derivatives(recipe, cell):
     c = case("Dense", recipe)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import OWG, assert_same, flat, normal, variables_of
+from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
@@ -385,6 +385,7 @@ class OfThreeKinds(nn.Module):
         return nn.WeightNorm(nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp))(x)
 
 
+@pytest.mark.long
 def test_ops_that_are_there_already():
     model8 = fp8.quantize_model(OfThreeKinds(), **ALL)
     variables = model8.init(KEY, X)
@@ -410,7 +411,7 @@ class RematOfParams(nn.Module):
 
 
 @pytest.mark.usefixtures("small_heap")
-@pytest.mark.parametrize("cls", [JitOfTied, RematOfParams])
+@pytest.mark.parametrize("cls", cells([JitOfTied, RematOfParams], repeated=[JitOfTied]))
 def test_state_that_layers_of_a_loop_share(cls):
     model, model8 = cls(), fp8.quantize_model(cls(), **ALL)
     with jax.checking_leaks():

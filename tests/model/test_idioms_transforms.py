@@ -35,7 +35,8 @@ class TestInputGradientOfAFrozenModel:
     """Gradients with respect to inputs are right, as for forces, guidance and saliency."""
 
     @pytest.mark.parametrize(
-        "recipe", cells(["delayed", "mxfp8", "current", "weight_only"], ["current", "weight_only"])
+        "recipe",
+        cells(["mxfp8", "delayed", "current", "weight_only"], ["delayed", "current", "weight_only"]),
     )
     def test_is_that_through_the_dequantized_kernel(self, recipe):
         model, variables = frozen(nn.Dense(8), X, RECIPES.get(recipe), recipe == "weight_only")

@@ -213,6 +213,7 @@ def test_report_lists_what_runs_also_in_a_part():
     assert [(row.path, row.reason) for row in part.rows] == [("", "by include '.*'")]
 
 
+@pytest.mark.long
 def test_statistics_name_layers():
     rngs, by_hand = nnx.Rngs(0), fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
     model = nnx.Sequential(nnx.Linear(16, 16, dot_general=by_hand, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))

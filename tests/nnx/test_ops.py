@@ -76,10 +76,13 @@ LAYERS = {
 }
 
 
+LONG = ("Attention", "LinearGeneral", "Patches")
+
+
 @pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "Attention" else ()) for name in LAYERS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYERS]
 )
 def test_layers_give_what_linens_give(name):
     make_linen, make_nnx, op, x = LAYERS[name]

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import cells, normal
 
 OWG = fp8nnx.OverwriteWithGradient
 X = normal(0, 4, 8)
@@ -138,7 +138,7 @@ class Stack(nnx.Module):
         return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
 
-@pytest.mark.parametrize("how", ["scan", "remat", "vmap"])
+@pytest.mark.parametrize("how", cells(["scan", "remat", "vmap"], repeated=["remat", "vmap"]))
 def test_stacked_modules(how):
     model = Stack(how)
     model8 = fp8.quantize_model(model, X, include=".*")

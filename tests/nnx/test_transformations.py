@@ -203,6 +203,7 @@ def test_stacked_layers(recipe, name, cell):
     cell("nnx", name, recipe)
 
 
+@pytest.mark.long
 def test_where_nnx_is_in_tree_mode():
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
         check(fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(linear()), whole())
