@@ -24,13 +24,6 @@ def close(actual, expected, tolerance=0.1):
     assert error < tolerance, error
 
 
-class ByFlag(nn.Module):
-    @nn.compact
-    def __call__(self, x, large):
-        a, b = self.param("a", init, (8, 8)), self.param("b", init, (8, 8))
-        return x @ (1e6 * a if large else b)
-
-
 class EncoderDecoder(nn.Module):
     """Raw kernels in several methods, and a cached pass that computes fewer of them."""
 
@@ -57,20 +50,6 @@ class BesideGiven(nn.Module):
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         kernel = self.param("kernel", init, (8, 8))
         return fp8.Fp8DotGeneralOp()(x, w, dims) @ (1e5 * kernel)
-
-
-def test_two_kernels_by_a_flag():
-    model, x = ByFlag(), normal(0, 4, 8)
-    model8 = fp8.quantize_model(model, **ALL)
-    variables, others = (model8.init(jax.random.key(0), x, large) for large in (True, False))
-    variables = {**variables, OWG: {**variables[OWG], **others[OWG]}}
-
-    def fun(variables, x):
-        return model8.apply(variables, x, True), model8.apply(variables, x, False)
-
-    variables = fp8.calibrate(fun, variables, [x])
-    for large in (True, False):
-        close(model8.apply(variables, x, large), model.apply({"params": variables["params"]}, x, large))
 
 
 def test_methods_and_a_cached_pass():
