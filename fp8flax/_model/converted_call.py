@@ -66,6 +66,8 @@ class Call(Interception):
 
     collections = (PARAMS, STATE, OVERWRITE_WITH_GRADIENT)
     """The collections that ``put_in`` and ``take_out`` convert."""
+    on_op: Any = None
+    """A function that computes the ops; see ``Conversion.on_op``."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
     is_counting = False
@@ -102,7 +104,7 @@ class Call(Interception):
         marks = (*scope.flags.get(_MARK, ()), self)
         for one in (scope, scope.root):
             one.flags = flax.core.freeze({**one.flags, _MARK: marks})
-        with converting(on_op=getattr(self, "on_op", None), state_of=self.state_of):
+        with converting(on_op=self.on_op, state_of=self.state_of):
             yield
 
     def owns(self, root: Any) -> bool:
