@@ -181,9 +181,9 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
     files: dict[str, Stored] = {}
+    there = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in dict.fromkeys(map(str, shard_of.values())):
-        is_name = shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
-        if not is_name or not os.path.isfile(folder / shard):
+        if shard not in there:
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
         stored = read_header(folder / shard)
         if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:

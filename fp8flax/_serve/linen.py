@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.core
@@ -131,7 +132,8 @@ def freeze(
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
     recording = Recording()
-    _trace(convert(model, converted_class(base, rules, recording)), recording, unboxed, calls)
+    make_call = partial(RecordingCall, recording)
+    _trace(convert(model, converted_class(base, rules, make_call)), recording, unboxed, calls)
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
     uses.update(recording.read)
@@ -232,7 +234,7 @@ def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> s
 
 
 class Recording:
-    """What the traces of a model show. It makes the calls of the model."""
+    """What the traces of a model show."""
 
     def __init__(self) -> None:
         self.ops: dict[Path, SeenOp] = {}
@@ -240,10 +242,6 @@ class Recording:
         """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
         self.read: set[Path] = set()
         """The parameters that something else than an FP8 op reads."""
-
-    def __call__(self, cls: Any, rules: Rules) -> Call:
-        """Returns a new call of a model of this class."""
-        return RecordingCall(self, cls, rules)
 
 
 class RecordingCall(Call):
