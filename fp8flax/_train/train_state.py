@@ -139,8 +139,8 @@ class TrainState(flax.training.train_state.TrainState):
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
-        for name in {"params", OVERWRITE_WITH_GRADIENT} & self.params.keys():
-            if name not in grads:
+        for name in ("params", OVERWRITE_WITH_GRADIENT):
+            if name in self.params and name not in grads:
                 raise ValueError(
                     f"grads has no {name!r}, so it would never change. Differentiate with respect to the "
                     "whole of state.params. To keep the old scaling state on purpose, pass it in grads."

@@ -139,15 +139,13 @@ def leaves_of(state):
 class TestAnotherLength:
     """A history of another length gives the run that had that length from its start."""
 
-    @pytest.mark.parametrize(
-        ("old", "new", "steps"), [(5, 2, 8), (5, 1, 4), (2, 5, 4), (1, 5, 8), (4, 5, 1), (2, 1, 1)]
-    )
+    @pytest.mark.parametrize(("old", "new", "steps"), [(5, 2, 8), (5, 1, 4), (2, 5, 4), (4, 5, 1)])
     def test_one_layer(self, old, new, steps):
         self.check("one", old, new, steps)
 
     @pytest.mark.parametrize(
         ("how", "old", "new"),
-        [("scan", 5, 2), ("scan", 2, 5), ("vmap", 5, 2), ("vmap", 1, 5)],
+        [("scan", 2, 5), ("vmap", 5, 2)],
     )
     def test_stacked(self, how, old, new):
         self.check(how, old, new, 7)
@@ -197,8 +195,6 @@ def changed(state, name, function):
     ("name", "shape"),
     [
         ("input_scale", (2,)),
-        ("input_scale", (1, 1)),
-        ("input_scale", ()),
         ("kernel_amax_history", (2, 1024)),
         ("kernel_amax_history", ()),
     ],
@@ -214,7 +210,7 @@ def test_state_of_another_shape_is_refused(name, shape):
     )
 
 
-@pytest.mark.parametrize(("layers", "length"), [(2, 5), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("layers", "length"), [(2, 5), (1, 1)])
 def test_state_of_another_number_of_layers_is_refused(layers, length):
     model, params, _, _ = trained("scan", 5)
     foreign = one_or_stacked(with_length(length), "scan", layers)

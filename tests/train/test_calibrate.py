@@ -107,7 +107,7 @@ def test_options_of_the_recipe(recipe):
     np.testing.assert_allclose(state["input_scale"], [expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("positive", [True, False], ids=["relu", "signed"])
+@pytest.mark.parametrize("positive", cells([True, False], repeated=[False]), ids=["relu", "signed"])
 def test_11_the_first_step(positive):
     """Without calibration, inputs with amax 3,900 and gradients of 1e-5 lose half of the result or more."""
     layer, plain = nn.Dense(64, dot_general_cls=Op, use_bias=False), nn.Dense(64, use_bias=False)

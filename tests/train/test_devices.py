@@ -330,9 +330,13 @@ OTHERS = {
 }
 
 
+# Other ways take the same paths: on both kinds of meshes, data and tensor parallelism at once.
+REPEATED = ("data parallel, `jax.jit`", "tensor parallel, `jax.jit`", "data parallel, explicit axes")
+
+
 def covered(recipe, name):
-    """Returns whether a recipe is tested under a way of sharding; delayed scaling always is."""
-    return recipe in ("delayed", OTHERS.get(name))
+    """Returns whether a recipe is tested under a way of sharding."""
+    return name not in REPEATED and recipe in ("delayed", OTHERS.get(name))
 
 
 CELLS = list(itertools.product(WAYS, COLUMNS))
@@ -479,7 +483,12 @@ def accumulated_on_explicit_axes(loss, variables, batches):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("way", [accumulated_in_shard_map, accumulated_on_explicit_axes])
+@pytest.mark.parametrize(
+    "way",
+    cells(
+        [accumulated_in_shard_map, accumulated_on_explicit_axes], repeated=[accumulated_on_explicit_axes]
+    ),
+)
 def test_microbatches_of_several_devices(way):
     """Kernels are quantized before the loop on several devices, too."""
     model, batches = MLP(RECIPES["delayed"]), normal(3, 4, BATCH, WIDTH)
@@ -494,6 +503,7 @@ def test_microbatches_of_several_devices(way):
     jax.tree.map(np.testing.assert_array_equal, actual[1][OWG], expected[1][OWG])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_two_meshes_in_one_program():
     """JAX allows one mesh beside ``custom_partitioning``, so the default recipe does without it."""

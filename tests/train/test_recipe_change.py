@@ -13,7 +13,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import OWG, normal
+from tests.cases import OWG, cells, normal
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 FORWARD_IN_FP8 = fp8.CustomRecipe(forward=fp8.MXFP8BlockScaling().gemms.forward)
@@ -88,7 +88,7 @@ def test_a_step_that_needs_no_state_leaves_it_alone(uninterrupted):
     np.testing.assert_array_equal(last[1], expected)
 
 
-@pytest.mark.parametrize("step", STATELESS)
+@pytest.mark.parametrize("step", cells(STATELESS, repeated=[2, 3]))
 def test_so_do_accumulated_gradients_and_steps_without_jit(uninterrupted, step):
     state = uninterrupted[1][0]
     old = state.params[OWG]
@@ -108,7 +108,7 @@ def test_a_step_without_fp8_is_that_of_the_wide_model(uninterrupted):
     assert_same_bits(wide_loss({"params": before["params"]}, X[2]), loss)
 
 
-@pytest.mark.parametrize("done", [2, 3, 4])
+@pytest.mark.parametrize("done", cells([2, 3, 4], repeated=[3, 4]))
 def test_a_saved_run_resumes_with_the_same_bits(uninterrupted, done, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", uninterrupted[done - 1][0])
@@ -118,6 +118,7 @@ def test_a_saved_run_resumes_with_the_same_bits(uninterrupted, done, tmp_path):
     assert_same_bits(jax.tree.leaves(resumed), jax.tree.leaves(uninterrupted[done:]))
 
 
+@pytest.mark.long
 def test_nnx(tmp_path):
     @nnx.jit
     def step_of(model, optimizer, x):

@@ -551,8 +551,8 @@ class TestTrainState:
         grads = fp8.grad(self.loss(state, X))(state.params)
         narrow = jax.tree.map(lambda s: s.astype(jnp.bfloat16), grads[OWG])
         for wrong, error, match in (
-            ({"params": grads["params"]}, ValueError, "never change"),
-            (grads["params"], ValueError, "'params'"),
+            ({"params": grads["params"]}, ValueError, f"has no '{OWG}'"),
+            (grads["params"], ValueError, "has no 'params'"),
             ({**grads, OWG: {"first": grads[OWG]["first"]}}, ValueError, "structure"),
             ({**grads, OWG: narrow}, TypeError, "first/Fp8DotGeneralOp_0/input_amax_history"),
         ):
