@@ -18,11 +18,11 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     share its state.
 
     Delayed scaling is the default. Its state is float32 variables in the collection
-    ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of
-    shape ``(1,)`` and ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable
-    is its next value: the scale that this step used, and the history with this step's amax at index 0. The
-    next step computes its scale from that history. Other recipes have no state. Under
-    ``autocast(enabled=False)`` the op is ``lax.dot_general``.
+    ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
+    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
+    the scale that this step used, and the history with this step's amax at index 0. The next step computes
+    its scale from that history. Other recipes have no state. Under ``autocast(enabled=False)`` the op is
+    ``lax.dot_general``.
 
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
