@@ -88,9 +88,9 @@ def value_and_grad(
     """
     single = not isinstance(argnums, Sequence)
     wanted: list[Any] = [argnums] if single else list(argnums)  # type: ignore[arg-type]
-    differentiated = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
-    positions = [d.argnum for d in differentiated]
-    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in differentiated]
+    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
+    positions = [d.argnum for d in wanted]
+    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted]
 
     @functools.wraps(f)
     def merged_f(*args: Any, **kwargs: Any) -> Any:
@@ -100,15 +100,10 @@ def value_and_grad(
         _without_max_dtype((args, kwargs))
         return _without_max_dtype(out)
 
+    nnx_argnums = with_state[0] if single else tuple(with_state)
+    # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
     nnx_value_and_grad = nnx.value_and_grad(
-        merged_f,
-        argnums=with_state[0] if single else tuple(with_state),
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
-        graph=True,
-        graph_updates=True,
+        merged_f, nnx_argnums, has_aux, holomorphic, allow_int, graph=True, graph_updates=True
     )
 
     @functools.wraps(f)
@@ -229,12 +224,8 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 class Optimizer(nnx.Optimizer):
     """``nnx.Optimizer`` that updates the parameters and overwrites the FP8 scaling state.
 
-    Optax sees the variables of ``wrt``, and no scaling state: momentum, weight decay, clipping and norms
-    are those of the parameters. The state is replaced as in ``overwrite_state``.
-
-    Raises:
-        TypeError: ``model`` is not an NNX module, or ``tx`` is not an optimizer of Optax.
-        ValueError: ``wrt`` includes scaling state.
+    Optax sees the variables of ``wrt``, which must not include scaling state: momentum, weight decay,
+    clipping and norms are those of the parameters. The state is replaced as in ``overwrite_state``.
 
     Example:
         >>> from flax import nnx
