@@ -100,10 +100,15 @@ def value_and_grad(
         _without_max_dtype((args, kwargs))
         return _without_max_dtype(out)
 
-    nnx_argnums = with_state[0] if single else tuple(with_state)
-    # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
     nnx_value_and_grad = nnx.value_and_grad(
-        merged_f, nnx_argnums, has_aux, holomorphic, allow_int, graph=True, graph_updates=True
+        merged_f,
+        argnums=with_state[0] if single else tuple(with_state),
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
+        graph=True,
+        graph_updates=True,
     )
 
     @functools.wraps(f)
@@ -195,13 +200,12 @@ _WHAT_TO_CALL = (
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
-    ``grads`` are those that ``value_and_grad`` returned for the model. A state that no step can make of the
-    old one raises an error. Under ``jax.jit`` its scale becomes NaN instead, so that the next loss is NaN,
-    and ``check_state`` names the layer.
+    ``grads`` are those that ``value_and_grad`` returned for the model.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
-        ValueError: the gradient has no state, or the state of another model, or arithmetic changed it.
+        ValueError: the gradient has no state, or one that no step can make. Under ``jax.jit`` its scale
+            becomes NaN instead, so that the next loss is NaN, and ``check_state`` names the layer.
 
     Example:
         >>> from flax import nnx
