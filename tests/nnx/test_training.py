@@ -169,6 +169,14 @@ def test_what_is_differentiated():
     assert jnp.max(jnp.abs(X)) == twice[0][0]["dot_general"]["input_amax_history"].get_value()[0]
 
 
+def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
+    layer = linear()
+    fp8nnx.overwrite_state(layer, fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer))
+    grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
+    kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
+    jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
 def test_arguments_that_are_passed_by_name():
     model = linear()
     expected, grads = fp8nnx.value_and_grad(loss_of)(model, X)

@@ -1,5 +1,6 @@
 """Statistics agree with NumPy under every transformation."""
 
+import io
 from functools import partial
 
 import flax.linen as nn
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 
 import fp8flax as fp8
 from tests import reference_recipes as ref
@@ -399,6 +401,14 @@ HISTORY = {
         "b": {"kernel": dict.fromkeys(FIELDS, 0.0)},
     },
 }
+
+
+def test_the_table():
+    console = rich.console.Console(width=200, file=io.StringIO())
+    console.print(MEASURES["current"](with_state("current", W[:, :8]), X, jnp.ones((4, 8))))
+    text = console.file.getvalue()
+    assert all(word in text for word in (*FIELDS, *(f"Fp8DotGeneralOp/{role}" for role in SHAPES)))
+    assert f"{np.max(np.abs(X)):.3g}" in text
 
 
 def test_plot():
