@@ -60,8 +60,3 @@ def with_report(
     """
     result: jax.Array = _report_p.bind(x, numbers, receive=receive, label=label)
     return result
-
-
-def label_of(eqn: Any) -> Any:
-    """Returns the label of the report that an equation makes; None if it makes none."""
-    return eqn.params["label"] if eqn.primitive is _report_p else None

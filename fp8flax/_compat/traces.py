@@ -30,34 +30,23 @@ class FrontTrace(core.Trace):
     It stands in front of another trace of JAX, and its arrays and tracers are those of that trace.
 
     Args:
+        handler: an object with two methods. ``on_primitive(front, primitive, operands, params)`` returns
+            the result of a primitive: that of ``front.compute``, or another. ``on_function(is_custom_vjp,
+            operands, compute)`` returns ``compute()``, the results of a function that has no jaxpr yet,
+            such as one with a derivative of its own. Its primitives are not seen.
         passes_for_behind: whether it passes for the trace behind it. NNX refuses to change a variable in
             another trace than that which made it.
     """
 
-    def __init__(self, passes_for_behind: bool = False) -> None:
+    def __init__(self, handler: Any, passes_for_behind: bool = False) -> None:
         super().__init__()
+        self.handler = handler
         self.behind = core.trace_ctx.trace
         self.requires_low = self.behind.requires_low
         self._key: Any = None
         if passes_for_behind:
             self._key = weakref.ref(self)
             self._weakref = self.behind._weakref
-
-    def on_primitive(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Returns the result of a primitive: the result of ``compute``, or another; a subclass decides."""
-        raise NotImplementedError
-
-    def on_function(self, name: str, operands: Sequence[Any], compute: Any) -> Any:
-        """Returns ``compute()``, the results of a function that has no jaxpr yet.
-
-        An example is a function with a derivative of its own. Its primitives are not seen.
-
-        Args:
-            name: the name of the method of ``core.Trace`` that JAX called.
-            operands: the operands of the function.
-            compute: a function that returns the results of the trace behind.
-        """
-        raise NotImplementedError
 
     def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive, as the trace behind computes it."""
@@ -69,13 +58,15 @@ class FrontTrace(core.Trace):
             return core.eval_jaxpr(program.jaxpr, program.consts, *operands)
 
     def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
-        return self.on_primitive(primitive, operands, params)
+        return self.handler.on_primitive(self, primitive, operands, params)
 
     def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]
-        return self.on_function(method, operands, lambda: getattr(self.behind, method)(*args, **kwargs))
+        is_custom_vjp = method == "process_custom_vjp_call"
+        compute = getattr(self.behind, method)
+        return self.handler.on_function(is_custom_vjp, operands, lambda: compute(*args, **kwargs))
 
     # JAX calls these methods instead of ``process_primitive`` for functions without a jaxpr.
     process_call = partialmethod(_hand_on, "process_call")
@@ -90,9 +81,10 @@ class FrontTrace(core.Trace):
         return getattr(self.behind, name)
 
 
-def current_trace() -> Any:
-    """Returns the current trace of JAX, which may be a ``FrontTrace``."""
-    return core.trace_ctx.trace
+def current_handler() -> Any:
+    """Returns the handler of the current trace of JAX if it is a ``FrontTrace``; otherwise None."""
+    trace = core.trace_ctx.trace
+    return trace.handler if isinstance(trace, FrontTrace) else None
 
 
 def trace_behind() -> Any:

@@ -40,8 +40,8 @@ class OpBase(Called):
 
     A row (``OpRow``) is the entry of one op in the table of all ops. The class of an op has its row.
 
-    This class knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the field
-    ``recipe``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
+    Its direct subclass, one for Linen and one for NNX, has the field ``recipe``, and defines ``_value``,
+    ``_place``, ``_dtype_advice`` and ``_shape_advice``.
     """
 
     row: ClassVar[OpRow]
@@ -72,11 +72,7 @@ class OpBase(Called):
         return cls._classes[row]  # type: ignore[return-value]
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
-        """Returns the value of one array of the state, and its name for errors.
-
-        Raises:
-            MissingStateError: there is no such array.
-        """
+        """Returns the value of one array of the state, and its name for errors."""
         raise NotImplementedError
 
     def _place(self) -> tuple[str, ...]:
@@ -94,10 +90,7 @@ class OpBase(Called):
         return recipe_in_use(self.recipe, self.default_recipe)
 
     def _multiplier(self) -> Callable[..., jax.Array]:
-        """Returns ``_compute`` with the recipe in use.
-
-        Each call needs a new one, because an op may be called under different ambient recipes.
-        """
+        """Returns ``_compute`` with the recipe that is in use in a call that runs now."""
         return partial(self._compute, self._recipe_in_use())
 
     def _compute(
@@ -109,16 +102,9 @@ class OpBase(Called):
         frozen: tuple[States, Recipe] | None = None,
         **keywords: Any,
     ) -> jax.Array:
-        """Returns the result of the op.
+        """Returns the result of the op, which is not in FP8 if the recipe is None.
 
-        Args:
-            recipe: the recipe in use; None if FP8 is switched off.
-            lhs: the input.
-            rhs: the kernel.
-            *arguments: the further arguments of the op, in the order of ``OpRow.plain``.
-            frozen: the states of a frozen model, which do not change, and the recipe that they are for.
-                They take the place of the state of the op, which is then not read, and of ``recipe``.
-            **keywords: further keyword arguments of the op.
+        If the model is frozen, ``frozen`` has the states, which do not change, and their recipe.
         """
         states, recipe = (None, recipe) if frozen is None else frozen
         if recipe is None:

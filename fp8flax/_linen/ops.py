@@ -17,13 +17,12 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     and ``out_dot_general_cls``. You can also call the op in a module of your own; several calls of one op
     share its state.
 
-    Delayed scaling is the default. Its state is float32 variables: ``{input,kernel,output_grad}_scale`` of
-    shape ``(1,)`` and ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable
-    is its next value: the scale that this step used, and the history with this step's amax at index 0. The
-    next step computes its scale from that history. Other recipes have no state. Under
-    ``autocast(enabled=False)`` the op is ``lax.dot_general``.
-
-    The variables are in the collection ``_overwrite_with_gradient``.
+    Delayed scaling is the default. Its state is float32 variables in the collection
+    ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
+    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
+    the scale that this step used, and the history with this step's amax at index 0. The next step computes
+    its scale from that history. Other recipes have no state. Under ``autocast(enabled=False)`` the op is
+    ``lax.dot_general``.
 
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
@@ -95,9 +94,8 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         form: ``"direct"`` or ``"qdq"``, as in ``Fp8DotGeneralOp``.
 
     Raises:
-        MissingStateError: as in ``Fp8DotGeneralOp``.
-        TypeError: as in ``Fp8DotGeneralOp``; or ``eqn`` is not a string, or an operand is not an array.
-        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
+        TypeError: ``eqn`` is not a string, or an operand is not an array; also as in ``Fp8DotGeneralOp``.
+        ValueError: the equation does not fit the operands; also as in ``Fp8DotGeneralOp``.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -136,10 +134,8 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
 
     Raises:
-        MissingStateError: as in ``Fp8DotGeneralOp``.
-        TypeError: as in ``Fp8DotGeneralOp``.
         ValueError: the convolution is not a matmul and the recipe has several scales, or several
-            quantizers, per tensor; or the state does not fit the recipe.
+            quantizers, per tensor. Other errors are those of ``Fp8DotGeneralOp``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -171,9 +167,8 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
             multiplied in a wide dtype, except 128-blocks on Hopper.
 
     Raises:
-        MissingStateError: as in ``Fp8DotGeneralOp``.
-        TypeError: as in ``Fp8DotGeneralOp``.
-        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
+        ValueError: the shapes, or the state and the number of experts, do not fit. Other errors are those
+            of ``Fp8DotGeneralOp``.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

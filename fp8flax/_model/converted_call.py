@@ -1,9 +1,10 @@
-"""Runs one call of a converted model: computes each contraction as the rules decide, and records its op."""
+"""Runs one call of a converted model: computes each contraction as the rules decide."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import flax.core
@@ -15,20 +16,13 @@ import numpy as np
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.op_base import StateLeaf
-from fp8flax._core.ops.row import OpRow
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.conversion import converting
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.contraction_site import Contraction, contraction
-from fp8flax._model.interception import Interception
+from fp8flax._model.interception import Contraction, Interception, Path
 from fp8flax._model.param_origin import ByIdentity, Origin
-from fp8flax._model.record import Seen as Seen
-from fp8flax._model.record import SeenOp as SeenOp
-from fp8flax._model.record import add_op, stacking
-from fp8flax._model.record import seen_of as seen_of
-from fp8flax._model.rules import Decision, Rules, Site
-from fp8flax._model.state_places import KERNEL_AXES, STATE, STATE_AXES, merged, placed, split, state_at
+from fp8flax._model.record import seen_of
+from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
+from fp8flax._model.state_places import STATE, merged, placed, split, state_at
 
 # Linen's transformations pass the flags of a scope on to the scopes that they make.
 _MARK = "fp8flax"
@@ -38,31 +32,18 @@ _MARK = "fp8flax"
 class Frame(NamedTuple):
     """A method of a module that is running."""
 
-    module: nn.Module
+    module: Any
     method: str
     """The name of the method; empty for ``__call__`` and for compact methods."""
-    counts: dict[str, int]
-    """The number of contractions of each kind that the method has computed."""
+    counts: Counter[str]
+    """The number of contractions without a kernel that the method has computed, by their names."""
     trace: Any
     """The trace of JAX that the method runs in."""
 
     @property
-    def path(self) -> tuple[str, ...]:
-        """The path of the module in the model."""
-        scope: Any = self.module.scope
-        return scope.path
-
-    @property
     def root(self) -> Any:
         """The root of the scope of the module."""
-        scope: Any = self.module.scope
-        return scope.root
-
-    def count(self, kind: str) -> int:
-        """Counts a contraction, and returns its number among those of its kind, from 0."""
-        number = self.counts.get(kind, 0)
-        self.counts[kind] = number + 1
-        return number
+        return self.module.scope.root
 
 
 class Call(Interception):
@@ -72,6 +53,8 @@ class Call(Interception):
     """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
     """Whether ``init`` makes the call, to make the variables."""
+    on_op: Any = None
+    """A function that computes the Linen ops of the call in another way; see ``running_calls``."""
     is_counting = False
     """Whether no contraction is converted, and each is computed in its ``Site.scope``."""
 
@@ -80,15 +63,16 @@ class Call(Interception):
         self.cls = cls
         self.rules = self._rules_here = rules
         self.decided: list[tuple[Site, Decision]] = []
-        self.ops: dict[tuple[str, ...], SeenOp] = {}
+        self.has_ops = False
+        """Whether an FP8 op has run."""
         self.frames: list[Frame] = []
         self.is_apart = False
         """Whether the running module is applied to other variables than those of the model."""
         self._converts = rules.include != ()
         """Whether any contraction can be converted; otherwise all ops of the model were given by hand."""
         self._outer: Mapping[str, Any] = {}
-        """The shapes of the variables that the caller has or gets."""
-        self._made: set[tuple[str, ...]] = set()
+        """The shapes of the variables that the caller has or gets, with the state among them."""
+        self._made: set[Path] = set()
         """The ops for which ``init`` has made variables."""
         self._depth = 0
         """The length of the path of the model."""
@@ -97,16 +81,12 @@ class Call(Interception):
 
     # How a call begins and ends.
 
-    @contextlib.contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model's method: its scope, and the ops in it, belong to this call."""
-        scope: Any = model.scope
+    def mark(self, scope: Any) -> None:
+        """Marks the scope of the model: the scopes in it belong to this call."""
         self._depth = len(scope.path)
         marks = (*scope.flags.get(_MARK, ()), self)
         for one in (scope, scope.root):
             one.flags = flax.core.freeze({**one.flags, _MARK: marks})
-        with converting(on_op=self.on_op, state_of=self.state_of):
-            yield
 
     def owns(self, root: Any) -> bool:
         """Returns whether the variables of a root scope are those of the model, which can hold state."""
@@ -116,53 +96,45 @@ class Call(Interception):
         """Returns the collections of the caller as the method sees them: with JAX arrays."""
         variables = jax.tree.map(as_jax, variables)
         with_state = merged(variables)
-        self._outer = jax.tree.map(_as_struct, with_state)
+        self._outer = jax.tree.map(as_struct, with_state)
         return with_state if self._converts else variables
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them."""
         if self.is_init:
-            self._outer = jax.tree.map(_as_struct, merged(variables))
+            self._outer = jax.tree.map(as_struct, merged(variables))
             for path in self._made:
                 if not state_at(self._outer, path[self._depth :]):
                     raise _lost(path)
         return split(variables)
 
-    def finish(self, model: Any, method: str) -> None:
-        """Records what the method has computed.
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Records a call of a method with these arguments, and what it has computed.
 
         Raises:
             ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
         """
+        del result
         seen = seen_of(model)
         seen.decided = self.decided
-        if not self.is_counting:
-            stacked = {
-                path: stacking(found, self._outer, path[self._depth :]) for path, found in self.ops.items()
-            }
-            seen.add(self.ops, stacked, self.origins.used_otherwise)
+        if method != "_fp8_run" and not self.is_counting:  # a function may hold tracers
+            seen.calls[method] = jax.tree.map(as_struct, (args, kwargs))
         if method == "__call__" and model.is_initializing():
             self.rules.check_matched(self.decided)
-            is_converted = seen.ops or any(decision.converts for _, decision in self.decided)
+            is_converted = self.has_ops or any(decision.converts for _, decision in self.decided)
             if self._converts and not (is_converted or self.is_counting):
-                raise ValueError(self.rules.why_unconverted(self.decided))
+                raise ValueError(why_unconverted(self.decided))
 
     # How methods run.
 
-    def active(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which contractions of Linen modules' methods go to ``contract``.
-
-        FP8 ops are not intercepted.
-        """
-        return nn.intercept_methods(self._around)
-
-    def _around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Runs one method of a module; Linen calls it."""
+    def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
         module, scope = context.module, context.module.scope
         if self.is_passing:
             return run(*args, **kwargs)
         if isinstance(module, Fp8Op) or scope is None:
-            with unwatched(), self.passing(), jax.named_scope(BY_OP):
+            self.has_ops = self.has_ops or scope is not None
+            with unwatched(), self.having(is_passing=True), jax.named_scope(BY_OP):
                 return run(*args, **kwargs)
         if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
             arrays = state_at(_variables_of(scope.root), scope.path[len(scope.root.path) :])
@@ -173,8 +145,10 @@ class Call(Interception):
             with self.watching():
                 return run(*args, **kwargs)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        frame = Frame(module, "" if is_main else context.method_name, {}, trace_behind())
+        method = "" if is_main else context.method_name
+        frame = Frame(module, method, Counter(), trace_behind())
         self.frames.append(frame)
+        self._num_params.set(scope, None)  # a transformation may have replaced them
         try:
             is_apart = self.is_apart or not self.owns(scope.root)
             with self.having(is_apart=is_apart), self.watching(), _without_state_in_variables(scope):
@@ -183,8 +157,7 @@ class Call(Interception):
             self.frames.pop()  # JAX may keep the trace alive
 
     def look_for_params(self) -> None:
-        # This method is called for every primitive, so it must return early if there is no new parameter.
-        # Only a running method makes parameters.
+        """Records the parameters of the model that are new; only a running method makes parameters."""
         frame = self.frames[-1]
         scope: Any = frame.module.scope
         if self._num_params.get(frame.root) is None:
@@ -197,40 +170,55 @@ class Call(Interception):
                 self._add_params(scope)
 
     def _add_params(self, scope: Any) -> None:
-        """Tells ``origins`` of the parameters in a scope."""
+        """Records the parameters in a scope."""
         if self.owns(scope.root):
             leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(_params_of(scope)))[0]
             self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
 
     # How a contraction is computed.
 
-    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+    def running(self) -> tuple[Path, Any]:
+        """Returns the module whose method runs, after its path in the model."""
+        module = self.frames[-1].module
+        return module.scope.path, module
+
+    def contract(self, found: Contraction) -> tuple[Any, str]:
         """Computes a contraction in FP8 if the rules convert it."""
-        frame = self.frames[-1]
-        found = contraction(row, operands, params, self.origins)
-        site = found.site(frame.path, frame.module, _name_of(found, frame), self._why_no_op())
+        site, scope = found.site, self.frames[-1].module.scope
+        site = site._replace(name=self._name_of(found), impossible=site.impossible or self._why_no_op())
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
-            decision = decision._replace(rule=None)  # it is an index into the rules of another model
+            decision = decision._replace(pattern=None)  # it is one of the rules of another model
         bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
         self.decided.append((bare, decision))
-        if decision.converts and self.in_custom_vjp:
-            raise ValueError(
-                f"{site.path or 'The model'!r} is inside of nn.custom_vjp, whose derivative is the model's "
-                "own. An FP8 op there could not update its scaling state. Leave it wide: "
-                f"quantize_model(model, exclude={site.path!r})."
-            )
         if self.is_counting:
             return None, site.scope
         if not decision.converts:
             return None, NOT_CONVERTED
+        options = {"form": self._rules_here.form} if site.op.has_form else {}
+        parent = scope.push(site.name, reuse=True)
         with jax.named_scope(BY_OP):
-            scope: Any = frame.module.scope
-            options = {"form": self._rules_here.form} if row.has_form else {}
-            parent = scope.push(site.name, reuse=True)
-            op = Fp8Op._for_row(row)(recipe=decision.recipe, **options, parent=parent)
-            out = op(*found.arguments)
-        return found.restore(out), ""
+            op = Fp8Op._for_row(site.op)(recipe=decision.recipe, **options, parent=parent)
+            return found.restore(op(*found.arguments)), ""
+
+    def _name_of(self, found: Contraction) -> str:
+        """Returns the name of the op of a contraction.
+
+        In a Linen layer that takes ops, the op has the name that an op given by hand would have. Products
+        of activations have no kernel to be named by; they are numbered.
+        """
+        site, frame = found.site, self.frames[-1]
+        if found.kernel is None:
+            product = f"{frame.method}_{site.kind}".lstrip("_")
+            frame.counts[product] += 1
+            return f"{site.op.name}_{product}_{frame.counts[product] - 1}"
+        fields = ("dot_general_cls", "conv_general_dilated_cls")
+        takes_ops = isinstance(site.module, nn.Einsum) or any(hasattr(site.module, one) for one in fields)
+        is_of_kernel = any(x.path == (*site.module.scope.path, "kernel") for x in found.kernel.sources)
+        # A layer of Linen has one contraction.
+        if takes_ops and (is_of_kernel or type(site.module).__module__.startswith("flax.")):
+            return f"{site.op.name}_0"
+        return f"{site.op.name}_{site.name}"
 
     def _why_no_op(self) -> str | None:
         """Returns the reason why the running method can have no op; None if it can."""
@@ -239,27 +227,6 @@ class Call(Interception):
         if self.is_apart:
             return "in a module that is applied to variables of its own, where there is no place for state"
         return None
-
-    def on_op(
-        self,
-        op: Fp8Op,
-        recipe: Recipe | None,
-        compute: Any,
-        lhs: Any,
-        rhs: Any,
-        *rest: Any,
-        **keywords: Any,
-    ) -> jax.Array:
-        """Records an op, and computes it."""
-        if recipe is not None and not self.is_apart:
-            kernel = self.origin_of(rhs)
-            # The record outlives the call, so it must not hold arrays.
-            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            add_op(self.ops, op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-            if op.is_initializing() and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
-                rank = len(kernel.sources[0].shape) if kernel is not None else 1
-                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * rank), STATE_AXES: jnp.zeros((0,))})
-        return compute(lhs, rhs, *rest, **keywords)
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
@@ -297,10 +264,10 @@ class Call(Interception):
         collection = STATE if root.is_mutable_collection(STATE) else PARAMS
         if root.is_mutable_collection(collection):
             self._made.add(op.path)
-            for name, below in placed(collection, op.path[len(root.path) :], arrays)[collection].items():
+            for name, below in placed(op.path[len(root.path) :], arrays).items():
                 root.put_variable(collection, name, below)
 
-    def _roots_of(self, path: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    def _roots_of(self, path: Path) -> tuple[list[Any], list[Any]]:
         """Returns the root scopes of the running methods that hold the variables of an op.
 
         First those of the running trace, from the outermost: in this one, no ``nn.map_variables`` of the
@@ -316,11 +283,11 @@ class Call(Interception):
                     others.append(frame.root)
         return same, others
 
-    @contextlib.contextmanager
-    def ruled_by(self, rules: Rules) -> Iterator[None]:
-        """A context in which other rules decide, for a converted model inside of this model."""
-        with self.having(_rules_here=rules):
-            yield
+
+class CountingCall(Call):
+    """A call in which no contraction is converted, and each is computed in its ``Site.scope``."""
+
+    is_counting = True
 
 
 def _variables_of(scope: Any) -> Any:
@@ -332,7 +299,7 @@ def _params_of(scope: Any) -> Any:
     return _variables_of(scope).get(PARAMS, {})
 
 
-def _lost(path: tuple[str, ...]) -> ValueError:
+def _lost(path: Path) -> ValueError:
     """Returns the error for an op in a loop whose state does not come through to it."""
     layer = "/".join(path[:-1])
     return ValueError(
@@ -355,25 +322,8 @@ def _without_state_in_variables(scope: Any) -> Iterator[None]:
             scope.variables = before
 
 
-def _name_of(found: Contraction, frame: Frame) -> str:
-    """Returns the name of the op of a contraction.
-
-    In a Linen layer that takes ops, the op has the name that an op given by hand would have. Products of
-    activations have no kernel to be named by; they are numbered.
-    """
-    if found.kernel is None:
-        product = f"{frame.method}_{found.kind}".lstrip("_")
-        return f"{found.row.name}_{product}_{frame.count(product)}"
-    fields = ("dot_general_cls", "conv_general_dilated_cls")
-    takes_ops = isinstance(frame.module, nn.Einsum) or any(hasattr(frame.module, one) for one in fields)
-    is_of_kernel = any(source.path == (*frame.path, "kernel") for source in found.kernel.sources)
-    # A layer of Linen has one contraction.
-    if takes_ops and (is_of_kernel or type(frame.module).__module__.startswith("flax.")):
-        return f"{found.row.name}_0"
-    return f"{found.row.name}_{found.name(frame.path)}"
-
-
-def _as_struct(x: Any) -> Any:
+def as_struct(x: Any) -> Any:
+    """Returns the shape and the dtype of an array; another value unchanged."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 

@@ -11,20 +11,24 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 
 from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import Equation, equations
-from fp8flax._compat.traces import FrontTrace, current_trace, running_in
+from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
-from fp8flax._model.param_origin import ParamOrigins
-from fp8flax._model.program_reads import IN_OP
+from fp8flax._model.param_origin import Origin, ParamOrigins
+from fp8flax._model.rules import Site
 
-# Matches a whole element of a stack of scopes, because a module's name may begin with the same text.
+Path = tuple[str, ...]
+
+# These match a whole element of a stack of scopes, because a module's name may begin with the same text.
+IN_OP = re.compile(rf"\b{BY_OP}\b")
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 
@@ -41,6 +45,23 @@ def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
             yield row, one
 
 
+class Contraction(NamedTuple):
+    """A contraction in the form that an op computes."""
+
+    site: Site
+    """Its description for the rules. ``name`` is the part of the op's name that comes from the kernel."""
+    arguments: tuple[Any, ...]
+    """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
+    kernel: Origin | None
+    """The origin of the kernel; None for a contraction of two activations or of two parameters."""
+    restore: Callable[[Any], Any]
+    """Returns the result of the contraction, given the result of the op."""
+
+
+_in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
+"""Whether the running code is inside of a function with a derivative of its own."""
+
+
 class Interception(ABC):
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
@@ -50,11 +71,13 @@ class Interception(ABC):
         self.origins = ParamOrigins()
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
-        self.in_custom_vjp = False
-        """Whether the running code is inside of a function with a derivative of its own."""
 
     @abstractmethod
-    def contract(self, row: OpRow, operands: Sequence[Any], params: dict[str, Any]) -> tuple[Any, str]:
+    def running(self) -> tuple[Path, Any]:
+        """Returns the module whose method runs, after its path in the model."""
+
+    @abstractmethod
+    def contract(self, found: Contraction) -> tuple[Any, str]:
         """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
 
         Returns:
@@ -64,7 +87,7 @@ class Interception(ABC):
 
     @abstractmethod
     def look_for_params(self) -> None:
-        """Tells ``origins`` of the parameters of the running module."""
+        """Records the parameters of the running module in ``origins``."""
 
     @contextlib.contextmanager
     def having(self, **fields: Any) -> Iterator[None]:
@@ -76,10 +99,6 @@ class Interception(ABC):
         finally:
             vars(self).update(before)
 
-    def passing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which all traces of the call pass all primitives on."""
-        return self.having(is_passing=True)
-
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
@@ -87,48 +106,76 @@ class Interception(ABC):
         run in other traces. So do those inside of Flax's transformations, whose modules call this method
         again.
         """
-        front = current_trace()
-        if isinstance(front, Front) and front.interception is self:
+        if current_handler() is self:
             return contextlib.nullcontext()
-        return running_in(Front(self))
+        return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
 
+    def contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Contraction:
+        """Returns the contraction that a primitive computes with these operands and parameters."""
+        lhs, rhs, *more = operands
+        arguments: tuple[Any, ...] = (*more, *row.arguments(params))
+        left, kernel = self.origins.of(lhs), self.origins.of(rhs)
+        restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
+        is_swapped = left is not None and kernel is None and row.swapped is not None
+        if is_swapped and row.swapped is not None:
+            swapped = row.swapped(lhs, rhs, *arguments)
+            lhs, rhs, arguments, restore = rhs, lhs, swapped.arguments, swapped.restore
+            left, kernel = kernel, left
+        kind = "product" if kernel is None else "kernel" if left is None else "parameters"
+        if kind != "kernel":
+            kernel = None
+        path, module = self.running()
+        summed = arguments[0][0][1] if row.primitive == "dot_general" else ()
+        site = Site(
+            path="/".join(path),
+            module=module,
+            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
+            kind=kind,
+            op=row,
+            shapes=(lhs.shape, rhs.shape),
+            dtypes=(lhs.dtype, rhs.dtype),
+            sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
+            is_matmul=row.is_matmul(lhs, rhs, *arguments),
+            impossible=row.unsupported(params),
+            name="" if kernel is None else kernel.name(path, summed),
+            is_swapped=is_swapped,
+            in_custom_vjp=_in_custom_vjp.get(),
+        )
+        return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
 
-class Front(FrontTrace):
-    """Sends the contractions of the methods that run in one trace of JAX to an ``Interception``."""
-
-    def __init__(self, interception: Interception) -> None:
-        super().__init__(passes_for_behind=interception.is_nnx)
-        self.interception = interception
-
-    def on_primitive(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        interception = self.interception
-        if interception.is_passing:
-            return self.compute(primitive, operands, params)
-        interception.look_for_params()
+    def on_primitive(
+        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
+        if self.is_passing:
+            return front.compute(primitive, operands, params)
+        self.look_for_params()  # for every primitive, so it must be fast
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
-            with running_in(self.behind), interception.passing():
-                result, scope = interception.contract(row, operands, params)
+            with running_in(front.behind), self.having(is_passing=True):
+                result, scope = self.contract(self.contraction(row, operands, params))
             if result is not None:
                 return result
             computed_in = jax.named_scope(scope)
         elif primitive.name == "jit" and self._should_open(operands, params):
-            return self.open(params["jaxpr"], operands)
-        with computed_in, interception.passing():
-            results = self.compute(primitive, operands, params)
-        interception.origins.follow(primitive, operands, params, results)
+            return front.open(params["jaxpr"], operands)
+        with computed_in, self.having(is_passing=True):
+            results = front.compute(primitive, operands, params)
+        self.origins.follow(primitive, operands, params, results)
         return results
 
-    def on_function(self, name: str, operands: Sequence[Any], compute: Any) -> Any:
-        interception = self.interception
-        if interception.is_passing:
+    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
+        """Computes a function that is not looked into; the trace in front calls this method."""
+        if self.is_passing:
             return compute()
-        interception.look_for_params()
-        in_custom_vjp = interception.in_custom_vjp or name == "process_custom_vjp_call"
-        with interception.having(in_custom_vjp=in_custom_vjp):
+        self.look_for_params()
+        token = _in_custom_vjp.set(_in_custom_vjp.get() or is_custom_vjp)
+        try:
             results = compute()
-        interception.origins.call(operands, results)
+        finally:
+            _in_custom_vjp.reset(token)
+        self.origins.call(operands, results)
         return results
 
     def _should_open(self, operands: Any, params: Any) -> bool:
@@ -142,7 +189,7 @@ class Front(FrontTrace):
             return False
         inside = equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")
         return any(row_of(one.eqn.primitive) is not None for one in inside) or any(
-            self.interception.origins.of(x) is not None for x in operands
+            self.origins.of(x) is not None for x in operands
         )
 
 

@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
+# Movements that leave every value in its place.
+CAST = "convert_element_type"
+CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
+# Movements after which every value is there exactly once.
+BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
+# All movements: primitives that change only the place or the dtype of values.
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 
 
 class Source(NamedTuple):
@@ -26,22 +32,36 @@ class Source(NamedTuple):
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: Any
     part: str = ""
     """The name of the part of the parameter, if the value is joined of several; see ``Origin.part``."""
 
 
 class Move(NamedTuple):
-    """A step that moved or cast a value."""
+    """A step that moved or cast a value of this shape; ``result`` is the index of the new value."""
 
     primitive: Any
     params: dict[str, Any]
     result: int
-    """The index of the value among the results of the primitive."""
     shape: tuple[int, ...]
-    """The shape of the operand."""
-    dtype: Any
-    """The dtype of the operand."""
+
+    @property
+    def is_bijection(self) -> bool:
+        """Whether the step keeps each value once; ``w[None]`` is a broadcast that does."""
+        if self.primitive.name == "broadcast_in_dim":
+            return math.prod(self.params["shape"]) == math.prod(self.shape)
+        return self.primitive.name in BIJECTIONS
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """The dimensions that a slice or a split does not take whole, each with its range."""
+        params = self.params
+        if self.primitive.name == "split":
+            start = sum(params["sizes"][: self.result])
+            return [(params["axis"], start, start + params["sizes"][self.result])]
+        if self.primitive.name != "slice":
+            return []
+        limits = zip(params["start_indices"], params["limit_indices"], self.shape)
+        return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
 
 
 class Origin(NamedTuple):
@@ -59,14 +79,12 @@ class Origin(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, at most cast."""
-        moves = self.moves
-        return self.is_moved and moves is not None and all(m.primitive.name in CASTS for m in moves)
+        return self.is_whole_parameter and all(m.primitive.name in CASTS for m in self.moves or ())
 
     @property
     def is_whole_parameter(self) -> bool:
         """Whether the value holds each element of one parameter once, in any order and shape."""
-        moves = self.moves
-        return self.is_moved and moves is not None and all(map(_is_bijection, moves))
+        return self.is_moved and self.moves is not None and all(m.is_bijection for m in self.moves)
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
         """Makes the value of a whole parameter from an array in the place of the parameter.
@@ -92,16 +110,30 @@ class Origin(NamedTuple):
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(jnp.uint8)
 
+    def name(self, module: tuple[str, ...], summed: Sequence[int]) -> str:
+        """Returns the name of the value in a module at this path; the state of the op is named with it.
+
+        The name does not depend on what else a method computes. Different kernels of a module have
+        different names, but for those that ``part`` names alike. A kernel that is used twice in the same
+        way has one state, as a layer that is called twice has.
+
+        Args:
+            module: the path of the module.
+            summed: the dimensions of the value over which a contraction sums.
+        """
+        own = len(module)
+        paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
+        names = ["-".join(key.replace("/", "-") for key in path) for path in paths]
+        different = dict.fromkeys(name + source.part for name, source in zip(names, self.sources))
+        return "-".join(different) + self.part(summed)
+
     def part(self, summed: Sequence[int] = ()) -> str:
-        """Returns the name of the part of a parameter that the value is; the op's state is named with it.
+        """Returns the name of the part of a parameter that the value is.
 
         The name is empty for a whole parameter, ``-axis0-1`` for ``w[1]`` and ``-axis1-64-128`` for
         ``w[:, 64:128]``. ``-T`` follows if the contraction sums over the last dimension of the parameter,
         as in ``x @ w.T``. After a reshape, the name of a slice begins with the shape that is sliced:
         ``-4x8-axis0-1`` for ``w.reshape(4, 8)[1]``. A joined value counts as whole.
-
-        Args:
-            summed: the dimensions of the value over which a contraction sums.
         """
         if self.moves is None:
             return ""
@@ -109,11 +141,11 @@ class Origin(NamedTuple):
         axes, text, is_reshaped = list(range(rank)), "", False
         for move in self.moves:
             name, params = move.primitive.name, move.params
-            ranges = _ranges_of(move)
-            if ranges and is_reshaped:
+            if move.ranges and is_reshaped:
                 text += "-" + "x".join(map(str, move.shape))
                 axes, is_reshaped = list(range(len(move.shape))), False
-            text += "".join(f"-axis{axes[i]}-{a}" + ("" if b == a + 1 else f"-{b}") for i, a, b in ranges)
+            for i, start, end in move.ranges:
+                text += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
             if name == "transpose" and not is_reshaped:
                 axes = [axes[i] for i in params["permutation"]]
             elif name == "squeeze" and not is_reshaped:
@@ -124,25 +156,6 @@ class Origin(NamedTuple):
         if not is_reshaped and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
-
-
-def _is_bijection(move: Move) -> bool:
-    """Returns whether a step keeps each value once; ``w[None]`` is a broadcast that does."""
-    if move.primitive.name == "broadcast_in_dim":
-        return math.prod(move.params["shape"]) == math.prod(move.shape)
-    return move.primitive.name in BIJECTIONS
-
-
-def _ranges_of(move: Move) -> list[tuple[int, int, int]]:
-    """Returns the dimensions that a slice or a split does not take whole, each with its range."""
-    params = move.params
-    if move.primitive.name == "split":
-        start = sum(params["sizes"][: move.result])
-        return [(params["axis"], start, start + params["sizes"][move.result])]
-    if move.primitive.name != "slice":
-        return []
-    limits = zip(params["start_indices"], params["limit_indices"], move.shape)
-    return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
 
 
 class ByIdentity:
@@ -166,126 +179,85 @@ class ByIdentity:
         found[name] = held, value
 
 
+CONSTANT = "constant"
+"""Stands for a number in the source of the model, or a value that is computed from such numbers."""
+COMPUTED = "computed"
+"""Stands for a value that is computed from parameters and other values."""
+
+
 class ParamOrigins:
     """Records the origins of all values of one call of a model, in all of its traces."""
 
     def __init__(self) -> None:
-        self._origins = ByIdentity()
-        self._constants = ByIdentity()
-        self._computed = ByIdentity()
-        """The values that were computed from parameters and other values."""
-        self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that something else than an FP8 op or a movement reads."""
+        self._known = ByIdentity()
 
     def of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but known parameters."""
-        if not isinstance(value, jax.Array | np.ndarray):
-            return None
-        found: Origin | None = self._origins.get(value)
-        return found
+        found = self._known.get(value)
+        return found if isinstance(found, Origin) else None
+
+    def _what_is(self, value: Any) -> Any:
+        """Returns the origin of a value, ``CONSTANT``, ``COMPUTED``, or None."""
+        found = self._known.get(value)
+        is_number = found is None and not isinstance(value, jax.Array) and np.ndim(value) == 0
+        return CONSTANT if is_number else found
 
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
         for path, leaf in params:
-            if hasattr(leaf, "shape") and self._origins.get(leaf) is None:
+            if hasattr(leaf, "shape") and self.of(leaf) is None:
                 # ``nn.map_variables`` may have computed the parameter.
-                is_moved = not self._computed.get(leaf)
-                self._origins.set(leaf, Origin((Source(path, leaf.shape, leaf.dtype),), (), is_moved))
+                is_moved = self._known.get(leaf) != COMPUTED
+                self._known.set(leaf, Origin((Source(path, leaf.shape),), (), is_moved))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        """Records the origins of the results of a primitive, and the parameters that it reads."""
+        """Records the origins of the results of a primitive."""
         results = results if primitive.multiple_results else [results]
-        if all(map(self._is_constant, operands)):
-            for result in results:
-                self._constants.set(result, True)
-            return
-        origins = [self.of(x) for x in operands]
-        made_of = [origin for origin in origins if origin is not None]
-        if not made_of:
-            if any(map(self._computed.get, operands)):
-                self._set_computed(results)
-            return
-        is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
-        uses = uses_of(primitive, params, len(operands), len(results))
-        for operand, reads in zip(operands, uses.reads):
-            if reads and not is_moved:
-                self.use(operand)
-        for i, (result, returned) in enumerate(zip(results, uses.returns)):
-            if returned is not None:
-                origin = origins[returned]
+        known = [self._what_is(x) for x in operands]
+        made_of = [one for one in known if isinstance(one, Origin)]
+        is_moved = bool(made_of) and primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        for i, result in enumerate(results):
+            if all(one == CONSTANT for one in known):
+                self._known.set(result, CONSTANT)
             elif is_moved:
-                origin = _moved(primitive, params, operands[0], made_of, i)
-            elif all(d is not None or self._is_constant(x) for x, d in zip(operands, origins)):
-                origin = _computed(operands, origins, result)
-            else:
-                origin = None
-                self._set_computed([result])
-            if origin is not None:
-                self._origins.set(result, origin)
+                self._known.set(result, _moved(primitive, params, operands[0], made_of, i))
+            elif made_of and all(isinstance(one, Origin) or one == CONSTANT for one in known):
+                self._known.set(result, _computed(operands, known, result))
+            elif made_of or COMPUTED in known:
+                self._known.set(result, COMPUTED)
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Records the results of a function that is not looked into, and the parameters that it reads."""
-        if any(self.of(x) is not None or self._computed.get(x) for x in operands):
-            self._set_computed(results)
-        for operand in operands:
-            self.use(operand)
-
-    def _set_computed(self, results: Iterable[Any]) -> None:
-        for result in results:
-            self._computed.set(result, True)
-
-    def _is_constant(self, value: Any) -> bool:
-        """Returns whether a value is a number in the source of the model, or computed from such numbers.
-
-        A parameter is no constant, although ``init`` may compute it from numbers, as ``zeros`` does.
-        """
-        if not isinstance(value, jax.Array):
-            return np.ndim(value) == 0
-        return bool(self._constants.get(value)) and self.of(value) is None
-
-    def use(self, value: Any) -> None:
-        """Records that an operation other than an FP8 op reads a value."""
-        origin = self.of(value)
-        if origin is not None:
-            self.used_otherwise.update(source.path for source in origin.sources)
+        """Records the results of a function that is not looked into."""
+        if any(isinstance(one := self._what_is(x), Origin) or one == COMPUTED for x in operands):
+            for result in results:
+                self._known.set(result, COMPUTED)
 
 
 def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:
+    """Returns the parameters of a value that is made of several; each has the name of its part."""
     if len(made_of) == 1:
         return made_of[0].sources
-    named = [
-        [source if d.moves is None else source._replace(part=d.part()) for source in d.sources]
-        for d in made_of
-    ]
-    return tuple(source for sources in named for source in sources)
+    named = [(one, source) for one in made_of for source in one.sources]
+    return tuple(x if one.moves is None else x._replace(part=one.part()) for one, x in named)
 
 
 def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Origin], index: int) -> Origin:
-    """Returns the origin of a result of a movement.
-
-    Args:
-        primitive: the movement.
-        params: its parameters.
-        first: its first operand.
-        made_of: the origins of its operands.
-        index: the index of the result.
-    """
+    """Returns the origin of one result of a movement; ``first`` is the first operand."""
     moves = made_of[0].moves if len(made_of) == 1 else None
     if moves is not None:
-        moves = (*moves, Move(primitive, params, index, first.shape, first.dtype))
+        moves = (*moves, Move(primitive, params, index, first.shape))
     return Origin(_sources_of(made_of), moves, all(d.is_moved for d in made_of))
 
 
-def _computed(operands: Any, origins: list[Origin | None], result: Any) -> Origin:
+def _computed(operands: Any, known: list[Any], result: Any) -> Origin:
     """Returns the origin of a result of arithmetic with parameters and numbers.
 
     Its moves are those of the first operand of the same shape, so that ``Origin.part`` names both alike.
     """
-    made_of = [d for d in origins if d is not None]
-    alike = [d for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape]
-    first = alike[0] if alike else None
-    sources = _sources_of(made_of)
-    if first is not None and first.moves is not None:
-        # ``part`` reads the shape of the parameter that the moves begin with from the first source.
-        sources = tuple(dict.fromkeys((first.sources[0], *sources)))
-    return Origin(sources, first.moves if first is not None else None, is_moved=False)
+    made_of = [(one, x) for one, x in zip(known, operands) if isinstance(one, Origin)]
+    alike = [one for one, x in made_of if np.shape(x) == result.shape and one.moves is not None]
+    sources = _sources_of([one for one, _ in made_of])
+    if not alike:
+        return Origin(sources, None, is_moved=False)
+    # ``part`` reads the shape of the parameter that the moves begin with from the first source.
+    return Origin(tuple(dict.fromkeys((alike[0].sources[0], *sources))), alike[0].moves, is_moved=False)

@@ -106,8 +106,8 @@ def quantize_model(
         TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, ``products`` or
             ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
         ValueError: ``model`` is bound, or converted already; a rule or ``form`` is not valid; a pattern
-            matched nothing; or nothing is converted. A Linen model raises the last two in ``init``, which
-            also refuses an op inside of ``nn.custom_vjp``.
+            matched nothing; nothing is converted; or an op would be inside of Flax's ``custom_vjp``. A
+            Linen model raises the last three in ``init``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -19,12 +19,11 @@ from fp8flax._core.names import COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._linen.conversion import counting
-from fp8flax._model.converted_call import seen_of
+from fp8flax._model.converted_call import CountingCall, seen_of
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
-from fp8flax._model.wrapped_module import trace_apply
+from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +147,9 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, SEE_AUDIT)
-    with counting():
-        program = trace_apply(model, None, args, kwargs)
-    return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(model).decided})
+    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, CountingCall))
+    program = trace_apply(counted, None, args, kwargs)
+    return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(counted).decided})
 
 
 def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:

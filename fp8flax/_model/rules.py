@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -39,6 +39,12 @@ LOGITS = re.compile(
 )
 """Names of layers that are taken to be the last layer of a model."""
 
+ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
+"""Names of layers that are taken to be routers of experts."""
+
+BY_DEFAULT = "by default"
+"""The reason of a decision for which no rule matched."""
+
 
 class Site(NamedTuple):
     """A contraction in a model, as the rules see it."""
@@ -65,6 +71,8 @@ class Site(NamedTuple):
     """The name of the op in its module, if one computes the contraction; empty for a layer of NNX."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
+    in_custom_vjp: bool = False
+    """Whether it is inside of a function with a derivative of its own."""
 
     @property
     def scope(self) -> str:
@@ -83,37 +91,19 @@ class Decision(NamedTuple):
     recipe: Recipe | None
     """The recipe of the contraction; None for the recipe of ``autocast``, or the default."""
     reason: str
-    rule: int | None = None
-    """The index in ``Rules.patterns`` of the pattern that decided; None if none did."""
+    pattern: str | None = None
+    """The description of the pattern that decided; None if none did."""
 
 
 Decided = Sequence[tuple[Site, Decision]]
 """The contractions of a model, with the decisions of the rules."""
 
 NOTHING_SEEN = (
-    "The model's methods compute no contraction that quantize_model looks into. Layers with an op of their "
-    "own, such as Flax's FP8 ops, keep it: leave out their dot_general_cls to have them converted. "
-    "quantize_model looks into Linen's nn.scan and nn.remat, but not into JAX's own lax.scan, "
-    "jax.checkpoint and custom derivatives."
+    "The model computes no contraction that quantize_model looks into. Layers with an op of their own, "
+    "such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and remat, but not into JAX's "
+    "own lax.scan, jax.checkpoint and custom derivatives. In NNX it needs inputs to find what modules "
+    "write out: quantize_model(model, x)."
 )
-
-
-def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        value = (value,)
-    patterns = tuple(value)
-    for pattern in patterns:
-        _check_pattern(pattern, name)
-    return patterns
-
-
-def _check_pattern(pattern: Any, name: str) -> None:
-    try:
-        re.search(pattern, "")
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,13 +124,15 @@ class Rules:
         check_bool("allow_unmatched", self.allow_unmatched)
         if self.recipe is not None:
             check_recipe(self.recipe)
-        if self.include is not None:
-            object.__setattr__(self, "include", _as_patterns(self.include, "include"))
-        object.__setattr__(self, "exclude", _as_patterns(self.exclude, "exclude"))
-        is_one = callable(self.rules) or not isinstance(self.rules, Iterable)
-        rules = (self.rules,) if is_one else tuple(self.rules)
-        object.__setattr__(self, "rules", rules)
-        for rule in rules:
+        for name in ("include", "exclude", "rules"):
+            value = getattr(self, name)
+            if value is not None or name != "include":
+                is_one = isinstance(value, str) or not isinstance(value, Iterable)
+                object.__setattr__(self, name, (value,) if is_one else tuple(value))
+        for name in ("include", "exclude"):
+            for pattern in getattr(self, name) or ():
+                _check_pattern(pattern, name)
+        for rule in self.rules:
             if callable(rule):
                 continue
             if not isinstance(rule, tuple) or len(rule) != 2:
@@ -151,45 +143,58 @@ class Rules:
             _check_pattern(rule[0], "rules")
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The descriptions of all regular expressions; ``Decision.rule`` is an index into them."""
-        return (
-            *(f"exclude {pattern!r}" for pattern in self.exclude),
-            *(f"rule {rule[0]!r}" for rule in self.rules if not callable(rule)),
-            *(f"include {pattern!r}" for pattern in self.include or ()),
-        )
+    def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yields each pattern in the order in which they are tried: its description, it, and its outcome.
+
+        A callable of ``rules`` takes the place of a pattern and of its outcome.
+        """
+        for pattern in self.exclude:
+            yield f"exclude {pattern!r}", pattern, LEAVE
+        for rule in self.rules:
+            yield ("a rule", rule, None) if callable(rule) else (f"the rule {rule[0]!r}", *rule)
+        for pattern in self.include or ():
+            yield f"include {pattern!r}", pattern, self.recipe
 
     def decide(self, site: Site) -> Decision:
+        """Returns the decision about a contraction.
+
+        Raises:
+            ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
+        """
+        decision = self._first_decision(site)
+        if decision.converts and site.in_custom_vjp:
+            raise ValueError(
+                f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
+                "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
+                f"quantize_model(model, exclude={site.path!r})."
+            )
+        return decision
+
+    def _first_decision(self, site: Site) -> Decision:
         """Returns the decision of the first rule that matches a contraction; without one, the default."""
-        number = 0
-        for pattern in self.exclude:
-            if _matches(pattern, site):
-                return Decision(False, None, f"excluded by {pattern!r}", number)
-            number += 1
-        for rule in self.rules:
-            if callable(rule):
-                outcome = rule(site.path, site.module, site.shapes)
-                if outcome is not None:
-                    _check_outcome(outcome, f"a rule, for {site.path!r},")
-                    return self._outcome(outcome, "a rule", None, site)
+        for text, pattern, outcome in self._in_order():
+            if callable(pattern):
+                outcome = pattern(site.path, site.module, site.shapes)
+                if outcome is None:
+                    continue
+                _check_outcome(outcome, f"a rule, for {site.path!r},")
+            elif not any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None):
                 continue
-            if _matches(rule[0], site):
-                return self._outcome(rule[1], f"the rule {rule[0]!r}", number, site)
-            number += 1
-        for pattern in self.include or ():
-            if _matches(pattern, site):
-                return self._outcome(self.recipe, f"include {pattern!r}", number, site)
-            number += 1
+            if isinstance(outcome, str):
+                return Decision(False, None, f"left by {text}", text)
+            by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
+            reason = self._impossible(site)
+            return Decision(reason is None, outcome, reason or by, text)
         if self.include is not None:
             return Decision(False, None, "not included")
         reason = self._impossible(site) or _left_by_default(site)
-        return Decision(reason is None, self.recipe, reason or "by default")
+        return Decision(reason is None, self.recipe, reason or BY_DEFAULT)
 
     def check_matched(self, decided: Decided) -> None:
         """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
-        used = {decision.rule for _, decision in decided}
-        unmatched = ", ".join(text for i, text in enumerate(self.patterns) if i not in used)
+        used = {decision.pattern for _, decision in decided}
+        texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
+        unmatched = ", ".join(text for text in texts if text not in used)
         if not unmatched or self.allow_unmatched:
             return
         if not decided:
@@ -199,28 +204,6 @@ class Rules:
             f"No contraction was the first to match {unmatched}. The modules with contractions are: "
             f"{paths}. Correct the pattern, or pass allow_unmatched=True."
         )
-
-    def why_unconverted(self, decided: Decided) -> str:
-        """Returns a message: why the rules convert none of these contractions, and what to do."""
-        if not decided:
-            return NOTHING_SEEN
-        reasons = sorted({f"{site.path or 'the model'}: {decision.reason}" for site, decision in decided})
-        patterns = tuple(rule for rule in self.rules if not callable(rule))
-        everything = dataclasses.replace(self, rules=patterns, include=(".*",))
-        advice = ""
-        if self.include is None and any(everything.decide(site).converts for site, _ in decided):
-            advice = " include=r'.*' converts all layers, small ones too."
-        return (
-            f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
-            f"{'; …' if len(reasons) > 8 else ''}.{advice}"
-        )
-
-    def _outcome(self, outcome: Any, who: str, number: int | None, site: Site) -> Decision:
-        if isinstance(outcome, str):
-            return Decision(False, None, f"left by {who}", number)
-        reason = self._impossible(site)
-        by = f"by {who}" if site.is_matmul else f"by {who}: FP8 values, convolved in a wide dtype"
-        return Decision(reason is None, outcome, reason or by, number)
 
     def _impossible(self, site: Site) -> str | None:
         if site.impossible is not None:
@@ -233,20 +216,32 @@ class Rules:
         return f"operands of {', '.join(narrow)}" if narrow else None
 
 
+def why_unconverted(decided: Decided) -> str:
+    """Returns a message: why the rules convert none of these contractions, and what to do."""
+    if not decided:
+        return NOTHING_SEEN
+    reasons = sorted({f"{site.path or 'the model'}: {decision.reason}" for site, decision in decided})
+    return (
+        f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
+        f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also what the defaults leave out."
+    )
+
+
+def _check_pattern(pattern: Any, name: str) -> None:
+    try:
+        re.search(pattern, "")
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."
+        ) from error
+
+
 def _check_outcome(outcome: Any, who: str) -> None:
     if isinstance(outcome, str):
         if outcome != LEAVE:
             raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
     else:
         check_recipe(outcome)
-
-
-def _matches(pattern: str, site: Site) -> bool:
-    return any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None)
-
-
-ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
-"""Names of layers that are taken to be routers of experts."""
 
 
 def _left_by_default(site: Site) -> str | None:

@@ -23,27 +23,30 @@ Names are written in the other case there. So no parameter of the model has such
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, STATE_LEAF_NAMES
 
+Path = tuple[str, ...]
+
 CODES = "codes"
 """The leaf of an op of a frozen model that holds the codes of its kernel."""
-KERNEL_AXES, STATE_AXES = "kernel_axes", "state_axes"
-"""The leaves of an op that ``init`` makes to see along which axes loops stack its kernel and its state.
+KERNEL_AXES = "kernel_axes"
+"""The leaf of an op that ``init`` makes for ``freeze``, to see along which axes loops stack its kernel.
 
-They have no elements: each of their dimensions has the size 0, and each dimension of a stack has not."""
-_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES, KERNEL_AXES, STATE_AXES))
-
+It has no elements: each of its dimensions has the size 0, and each dimension of a stack has not."""
+_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES, KERNEL_AXES))
 
 STATE = "_fp8_state"
 """The collection of the state of ops outside of loops, while the model runs."""
 
 
-def state_at(variables: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
+def state_at(variables: Any, path: Path) -> Mapping[str, Any]:
     """Returns the arrays of the op at ``path``, by their names in the other case."""
     found: dict[str, Any] = {}
     for tree in (variables.get(PARAMS, {}), variables.get(STATE, {})):
@@ -53,62 +56,37 @@ def state_at(variables: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
     return found
 
 
-def placed(collection: str, path: tuple[str, ...], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns variables with the arrays of the op at ``path``."""
-    tree: Any = {path[-1].swapcase(): {name.swapcase(): x for name, x in arrays.items()}}
-    for module in (*reversed(path[:-1]), collection):
-        tree = {module: tree}
-    found: dict[str, Any] = tree
-    return found
+def placed(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a collection with the arrays of the op at ``path``, as the model sees them."""
+    *module, op = path
+    named = {(*module, op.swapcase(), name.swapcase()): x for name, x in arrays.items()}
+    return dict(unflatten_dict(named))
 
 
 def merged(variables: Mapping[str, Any], collection: str = OVERWRITE_WITH_GRADIENT) -> dict[str, Any]:
     """Returns variables as the model sees them, with what a collection holds for the ops."""
-    result = {name: value for name, value in variables.items() if name != collection}
-    for path, arrays in _ops_in(variables.get(collection, {})):
-        is_in_loop = min(np.ndim(x) for x in arrays.values()) > 1
-        result = _union(result, placed(PARAMS if is_in_loop else STATE, path, arrays))
-    return result
-
-
-def _ops_in(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Yields the path and the arrays of each op in a collection of state."""
-    for name, value in state.items():
-        if any(isinstance(child, Mapping) for child in value.values()):
-            yield from _ops_in(value, (*path, name))
-        elif value:
-            yield (*path, name), value
-
-
-def _union(tree: Any, other: Any) -> Any:
-    if not isinstance(tree, Mapping):
-        return other
-    return {**tree, **{name: _union(tree.get(name), value) for name, value in other.items()}}
+    flat = flatten_dict(dict(variables), keep_empty_nodes=True)
+    state = {path: flat.pop(path) for path in list(flat) if path[0] == collection}
+    ndims: dict[Path, list[int]] = defaultdict(list)
+    for path, x in state.items():
+        ndims[path[:-1]].append(np.ndim(x))
+    for path, x in state.items():
+        if x is not empty_node:
+            *module, op, leaf = path[1:]
+            is_in_loop = min(ndims[path[:-1]]) > 1
+            flat[PARAMS if is_in_loop else STATE, *module, op.swapcase(), leaf.swapcase()] = x
+    return dict(unflatten_dict(flat))
 
 
 def split(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns variables as the caller sees them: with the state in its own collection."""
-    result = {name: value for name, value in variables.items() if name != STATE}
-    for collection in (PARAMS, STATE):
-        params, state = _without_state(variables.get(collection, {}))
-        if collection == PARAMS and PARAMS in variables:
-            result[PARAMS] = params
-        if state:
-            result = _union(result, {OVERWRITE_WITH_GRADIENT: state})
-    return result
-
-
-def _without_state(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns parameters without the arrays of ops, and these arrays."""
-    others, state = {}, {}
-    for name, value in params.items():
-        if not isinstance(value, Mapping):
-            others[name] = value
-        elif value and _LEAVES.issuperset(value):
-            arrays = {leaf.swapcase(): x for leaf, x in value.items()}
-            arrays = {leaf: x for leaf, x in arrays.items() if leaf not in (KERNEL_AXES, STATE_AXES)}
-            state.update({name.swapcase(): arrays} if arrays else {})
-        else:
-            others[name], inner = _without_state(value)
-            state.update({name: inner} if inner else {})
-    return others, state
+    flat: dict[Path, Any] = {}
+    for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
+        if path[0] in (PARAMS, STATE) and path[-1] in _LEAVES:
+            *module, op, leaf = path[1:]
+            if leaf.swapcase() != KERNEL_AXES:
+                flat[OVERWRITE_WITH_GRADIENT, *module, op.swapcase(), leaf.swapcase()] = x
+        elif path[0] != STATE:
+            flat[path] = x
+    found = dict(unflatten_dict(flat))
+    return {PARAMS: {}, **found} if PARAMS in variables else found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import flax.core
 import flax.errors
@@ -15,9 +14,9 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import conversion, converting
+from fp8flax._linen.conversion import in_call, running_calls
 from fp8flax._linen.eval_init import eval_init, split_arrays
-from fp8flax._model.converted_call import Call, seen_of
+from fp8flax._model.converted_call import seen_of
 from fp8flax._model.rules import Rules
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
@@ -47,7 +46,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
         "_fp8_base": cls,
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_serving": None if make_call is Call else make_call,
+        "_fp8_serving": None if isinstance(make_call, type) else make_call,
         "_fp8_run": _in_call(_run),
         **{
             name: _in_call(method)
@@ -63,26 +62,25 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, cls = conversion().calls, type(self)
+        calls, cls = running_calls(), type(self)
         if self.scope is None or any(call.cls is cls for call in calls):
             return method(self, *args, **kwargs)
         if calls and self._fp8_serving is None and calls[-1].owns(self.scope.root):
-            with calls[-1].ruled_by(self._fp8_rules):
+            with calls[-1].having(_rules_here=self._fp8_rules):
                 return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
-        call.is_counting = conversion().counted == len(calls)
         call.is_init = self.is_initializing()
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with call.running(module):
-                return method(module, *args, **kwargs)
+            call.mark(module.scope)
+            return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
-        with converting(calls=(*calls, call)):
+        with in_call(call):
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            with call.active():  # also around setup, which Linen runs before the method
+            with nn.intercept_methods(call.around):  # also around setup, which Linen runs before the method
                 result = mapped(self, *args, **kwargs)
-            call.finish(self, method.__name__)
+            call.finish(self, method.__name__, args, kwargs, result)
         return result
 
     return nn.nowrap(begin)
@@ -115,10 +113,8 @@ class _Converted:
         return copy
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        if self.scope is not None:
-            return super().__reduce_ex__(protocol)
-        made_by = self._fp8_base, self._fp8_rules, self._fp8_make_call
-        return _assembled, (*made_by, *_parts(self))
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        return _empty, (self._fp8_base, self._fp8_rules, self._fp8_make_call), *state
 
 
 def _is_equal(self: Any, other: Any) -> bool:
@@ -141,52 +137,27 @@ def _as_method(model: Any, method: Any) -> Any:
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
 
+def _empty(*made_by: Any) -> Any:
+    """Returns a converted model without attributes, which a copy or a pickle then sets."""
+    return object.__new__(converted_class(*made_by))
+
+
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class with the fields of ``model``."""
-    fields, others = _parts(model)
-    return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
-
-
-_LINEN_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
-
-
-def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of an unbound model, and the other attributes, which ``__init__`` may set."""
-    fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
-    known = (*fields, *_LINEN_ATTRIBUTES)
-    others = {name: value for name, value in vars(model).items() if name not in known}
-    return {name: getattr(model, name) for name in fields}, others
-
-
-def _with_parts(cls: Any, fields: dict[str, Any], others: dict[str, Any]) -> Any:
-    model = cls(**fields, parent=None)
-    for name, value in others.items():
-        object.__setattr__(model, name, value)
-    return model
-
-
-def _assembled(
-    cls: type[nn.Module],
-    rules: Rules,
-    make_call: Callable[..., Any],
-    fields: dict[str, Any],
-    others: dict[str, Any],
-) -> Any:
-    """Makes a converted model from the parts that a copy or a pickle holds."""
-    return _with_parts(converted_class(cls, rules, make_call), fields, others)
+    """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
+    new = object.__new__(cls)
+    fresh = model.clone(parent=None)  # has an identity of its own
+    vars(new).update({**vars(model), **vars(fresh)})
+    vars(new).pop("_fp8_seen", None)
+    return new
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
 
-    Before, it traces ``init``, to record how loops stack variables. If ``shapes`` is None, the variables
-    have the shapes of ``init``.
+    If ``shapes`` is None, the variables have the shapes of ``init``.
     """
-    seen = seen_of(model)
-    ops, used_otherwise = seen.ops, set(seen.used_otherwise)
-    made = eval_init(model, args, kwargs)
-    seen.ops, seen.used_otherwise = ops, used_otherwise  # of methods that serve
-    shapes = made if shapes is None else shapes
+    if shapes is None:
+        shapes = eval_init(model, args, kwargs)
     arrays, fill = split_arrays(args, kwargs)
 
     def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.headers import INDEX, SINGLE, Stored, are_sizes, mapped, parsed, read_header
+from fp8flax._serve.headers import INDEX, SINGLE, Stored, mapped, parsed, read_header
 
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
+# The formats differ in the names of tensors, and in where the size of a block is declared.
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
+"""The values of ``quant_method`` in ``config.json`` that are read."""
 _SCALES = ("_scale", "_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
+_TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
+"""The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
 _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
 _PARTS = tuple(f"weight{end}" for end in (*_SCALES, *_BESIDE, ".compressed", ".bitmask"))
@@ -154,48 +159,40 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if not path.is_dir():
-        return Checkpoint(path, _entries(*read_header(path), []))
+        return Checkpoint(path, _entries(read_header(path), []))
     blocks = _declared_blocks(*_quantization_config(path))
-    return Checkpoint(path, _entries(*_read_folder(path), blocks))
+    return Checkpoint(path, _entries(_read_folder(path), blocks))
 
 
 # Folders of files.
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns where the tensors of a folder are, and the metadata of its files."""
+def _read_folder(folder: Path) -> dict[str, Stored]:
+    """Returns where the tensors of a folder are."""
     index, single = folder / INDEX, folder / SINGLE
-    found = [path.is_file() for path in (index, single)]
-    if not any(found):
-        raise FileNotFoundError(
-            f"{folder} must have {SINGLE} or {INDEX}; it has neither. Pass the path of a safetensors file, "
-            "or of another folder."
-        )
-    if all(found):
+    if not index.is_file():
+        return read_header(single)
+    if single.is_file():
         raise ValueError(
             f"{folder} must have {SINGLE} or {INDEX}; it has both, and one of them may be from an older "
             f"save. Delete the older one, or pass the path of {SINGLE} itself."
         )
-    if single.is_file():
-        return read_header(single)
     shard_of = parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
     files: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
+    there = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in dict.fromkeys(map(str, shard_of.values())):
-        is_name = shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
-        if not is_name or not os.path.isfile(folder / shard):
+        if shard not in there:
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
-        stored, own = read_header(folder / shard)
+        stored = read_header(folder / shard)
         if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
             raise ValueError(
                 f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
                 "Correct the index, or remove the tensor from the wrong file."
             )
         files |= stored
-        metadata |= own
-    return files, metadata
+    return files
 
 
 # The description of the format.
@@ -222,11 +219,11 @@ def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int
     """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
     try:
         method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
-        transform, groups = config.get("transform_config"), config.get("config_groups") or {}
-        blocks = [config.get("weight_block_size")]
-        blocks += [_block_of(group.get("weights") or {}) for group in groups.values()]
-        is_dense = sparsity.get("format", "dense") == "dense" and not transform
-    except AttributeError as error:
+        groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+        blocks = [config.get("weight_block_size"), *map(_block_of, groups)]
+        is_dense = sparsity.get("format", "dense") == "dense" and not config.get("transform_config")
+        found = [(int(rows), int(columns)) for rows, columns in filter(None, blocks)]
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
     if method not in _METHODS:
         raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
@@ -235,11 +232,9 @@ def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int
             f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
             "weights. Save the model without it."
         )
-    found = [block for block in blocks if block is not None]
-    for block in found:
-        if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
-            raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
-    return [(rows, columns) for rows, columns in found]
+    if any(min(block) < 1 for block in found):
+        raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {found}.")
+    return found
 
 
 def _block_of(weights: dict[str, Any]) -> Any:
@@ -247,89 +242,54 @@ def _block_of(weights: dict[str, Any]) -> Any:
     structure, size = weights.get("block_structure"), weights.get("group_size")
     if weights.get("strategy") == "group" and size is not None:
         return [1, size]
-    if isinstance(structure, str):
-        return [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
-    return structure
+    return structure.split("x") if isinstance(structure, str) else structure
 
 
-def _entries(
-    files: Mapping[str, Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
+def _entries(files: Mapping[str, Stored], declared: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Returns the entries of a checkpoint: each weight in FP8 together with its scales.
+
+    Args:
+        files: where the tensors are, by their names in the files.
+        declared: the sizes of blocks in the quantization config.
+    """
     entries: dict[str, Any] = {}
-    rest = dict(files)
-    for name, (codes, scale, block) in _float8_tensors(files, metadata).items():
-        entries[name] = _quantized(name, rest.pop(codes), rest.pop(scale), None, [block])
-    for name, stored in files.items():
-        if stored.dtype not in _FLOAT8 or name not in rest:
+    parts: set[str] = set()
+    """The tensors that belong to the entry of another name."""
+    for key, stored in files.items():
+        torchao = _TORCHAO.fullmatch(key)
+        if not torchao and stored.dtype not in _FLOAT8:
             continue
+        layer, last = torchao.groups() if torchao else ("", "")
+        name = f"{layer}{last}" if torchao else key
         if wrong := [name + end for end in _BESIDE if name + end in files]:
             raise ValueError(
                 f"{stored.file}: {name!r} has {wrong[0]!r} beside it. That format is not read, because "
                 "codes times scales are not its value."
             )
-        scales = [name + end for end in _SCALES if name + end in files]
+        candidates = [f"{layer}_{last}_scale"] if torchao else [name + end for end in _SCALES]
+        scales = [candidate for candidate in candidates if candidate in files]
         if len(scales) > 1:
             raise ValueError(f"{stored.file}: {name!r} must have one tensor of scales; it has {scales}.")
         if not scales:
             continue  # such as an embedding that was cast to FP8
-        layer = name.removesuffix("weight")
-        inputs = [layer + end for end in _INPUT_SCALES if layer + end in rest and layer != name]
-        input_scale = rest.pop(inputs[0]) if inputs else None
-        entries[name] = _quantized(name, rest.pop(name), rest.pop(scales[0]), input_scale, declared)
-    for name, stored in rest.items():
-        if name.endswith(_PARTS):
+        if name in entries or (torchao and name in files):
+            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
+        inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
+        used = [*scales, *[one for one in inputs if one in files][:1]]
+        entries[name] = _quantized(name, declared, stored, *(files[one] for one in used))
+        parts |= {key, *used} - {name}
+    for name, stored in files.items():
+        if name not in parts and name not in entries and name.endswith(_PARTS):
             raise ValueError(
                 f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are "
                 "not read; dequantize them with the library that wrote them."
             )
-        if name in entries:
-            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
-    in_order = {name: entries.get(name, rest.get(name)) for name in [*files, *entries]}
-    return {name: entry for name, entry in in_order.items() if entry is not None}
-
-
-def _float8_tensors(
-    files: Mapping[str, Stored], metadata: Mapping[str, str]
-) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    """Returns the names of codes and scales, and the blocks, of the torchao tensors in the metadata."""
-    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
-    where = next(iter(files.values())).file if files else None
-    if where is None or "tensor_names" not in metadata:
-        return found
-    for name, text in metadata.items():
-        if name in ("tensor_names", "format") or not text.startswith("{"):
-            continue
-        described = parsed(text.encode("utf-8", "surrogatepass"), where)
-        kind = described.get("_type")
-        if kind in (None, "Tensor"):
-            continue
-        layer, dot, last = name.rpartition(".")
-        parts = (f"{layer}{dot}_{last}_qdata", f"{layer}{dot}_{last}_scale")
-        if kind != "Float8Tensor" or not all(part in files for part in parts):
-            raise ValueError(
-                f"{where}: {name!r} must be torchao's Float8Tensor, with the tensors {parts}; it is "
-                f"{kind!r}. Other types are not read; dequantize them with torchao."
-            )
-        codes, scale = (files[part].shape for part in parts)
-        data = described.get("_data")
-        block: Any = data.get("block_size") if isinstance(data, dict) else None
-        is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
-        if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
-            raise ValueError(
-                f"{where}: {name!r} must have a block_size that fits its codes {list(codes)} and its scale "
-                f"{list(scale)}; got {block!r}."
-            )
-        found[name] = (*parts, tuple(block))
-    return found
+    in_order = {name: entries.get(name, files.get(name)) for name in [*files, *entries]}
+    return {name: entry for name, entry in in_order.items() if name not in parts}
 
 
 def _quantized(
-    name: str,
-    codes: Any,
-    scale: Any,
-    input_scale: Any,
-    declared: Sequence[tuple[int, ...]],
+    name: str, declared: Sequence[tuple[int, ...]], codes: Any, scale: Any, input_scale: Any = None
 ) -> CheckpointTensor:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:

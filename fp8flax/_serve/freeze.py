@@ -18,41 +18,36 @@ from fp8flax._serve.stored_op import ServedOp
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a model, and for Linen its variables, for serving: kernels in FP8, scales that do not change.
 
-    Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
-    compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it differently and
-    round differently in the last bit. Delayed scales become those that the next step would use. Recipes
-    without state continue to scale inputs from the current data. There is no scaling state left that a call
-    must mutate.
-
-    The frozen model can be differentiated with respect to its inputs and its wide parameters, in forward
-    and reverse mode, any number of times (forces, guidance, saliency). Its derivative is that of a model
-    with the dequantized kernels, and quantizing an input passes the derivative on unchanged. Tangents and
-    cotangents stay wide. Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
+    Each op computes, bit for bit, what it computes in ``model``. Under ``jax.jit``, XLA may fuse the code
+    between the ops differently and round differently in the last bit. Delayed scales become those that the
+    next step would use. Recipes without state continue to scale inputs from the current data.
 
     Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
     the name of the op. In Linen these are ``params/Dense_0/kernel`` and
     ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if it is fixed). In NNX they are
     variables of the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
 
+    A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
+    transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
+    kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
+    kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots.
+
+    The frozen model can be differentiated with respect to its inputs and its wide parameters, in forward
+    and reverse mode, any number of times. Its derivative is that of a model with the dequantized kernels,
+    and quantizing an input passes the derivative on unchanged. Differentiation with respect to FP8 kernels
+    and to scales raises ``TypeError``.
+
     A Linen model's ``init`` returns a fresh KV cache, which decoding loops read as ``init(rng,
-    tokens)["cache"]``. The parameters that it returns are random, in the shapes and dtypes of those
-    returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into. For NNX, call
-    ``freeze`` under ``nnx.eval_shape``.
-
-    These parameters stay wide, and their ops quantize them at each call:
-
-    * a parameter that is also used for something else, such as an embedding that is tied to the logits
-    * a parameter that is used by several ops, or after arithmetic
-    * a parameter that is split into several kernels, and parameters that are joined to one kernel
-    * kernels of convolutions and ragged dots: in Linen if their scales are not delayed, in NNX always
-    * kernels of ops that a user's NNX module calls; in NNX, only layers of Flax store their kernels
+    tokens)["cache"]``, and random parameters in the shapes and dtypes of those returned here. Call it under
+    ``jax.eval_shape`` for a target to restore a checkpoint into. For NNX, call ``freeze`` under
+    ``nnx.eval_shape``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
-            to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. You can leave
-            out the inputs of a Linen model that comes from ``quantize_model`` and was called before, for
-            instance by ``init``.
+            to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. Without inputs,
+            a Linen model that comes from ``quantize_model`` is traced with the shapes of the last call of
+            each of its methods, ``init`` included.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
         **kwargs: keyword inputs of the model.
@@ -63,9 +58,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
-        ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; a parameter is missing;
-            layers share parameters but no state; all kernels of an NNX model stay wide; or FP8 is switched
-            off here.
+        ValueError: ``model`` is frozen, no FP8 op ran, layers share parameters but no state, all kernels of
+            an NNX model stay wide, or FP8 is switched off here.
         TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping; or
             ``weight_only`` is not a bool.
 
@@ -111,7 +105,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     if fresh:
         warnings.warn(
             f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            f"from sample batches, call {front.CALIBRATE} before freeze.",
+            "from sample batches, call calibrate before freeze.",
             stacklevel=2,
         )
     return frozen

@@ -45,17 +45,6 @@ class Stored(NamedTuple):
     start: int
 
 
-def library() -> Any:
-    """Returns the library ``safetensors``; raises ``ImportError`` if it is not installed."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ImportError(
-            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
-        ) from error
-    return safetensors
-
-
 def parsed(text: bytes, where: Path) -> dict[str, Any]:
     """Returns a JSON object; ``where`` is the file that an error names."""
 
@@ -74,12 +63,17 @@ def parsed(text: bytes, where: Path) -> dict[str, Any]:
     return parsed
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns where the tensors of a file are, and the metadata of the file."""
-    safetensors = library()
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns where the tensors of a file are."""
     try:
-        with safetensors.safe_open(path, "np") as checked:
-            metadata = checked.metadata() or {}
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
+        ) from error
+    try:
+        with safetensors.safe_open(path, "np"):
+            pass  # the library checks the header
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"{path} is not a safetensors file, or is damaged: {error}. Copy it again."
@@ -97,11 +91,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             )
         start = 8 + length + entry["data_offsets"][0]
         stored[name] = Stored(path, np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start)
-    return stored, metadata
-
-
-def are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return stored
 
 
 def mapped(stored: Stored, name: str) -> np.ndarray:

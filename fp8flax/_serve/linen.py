@@ -25,14 +25,18 @@ that collection as they do the parameters.
 ``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
 ends. At ``init`` the left side holds only the parameters that other methods have made, and the parameters
 that come back are random.
+
+``freeze`` finds the ops by a trace of the model. Each op multiplies there by zeros instead of its kernel.
+So if the traced program still needs a kernel after its dead code is removed, something else reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.core
 import flax.linen as nn
@@ -41,21 +45,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.dead_code import needed_operands
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.ops.contract import States
+from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.quantize import saturated
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
+from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, Seen, SeenOp, as_jax, seen_of
+from fp8flax._model.converted_call import Call, as_jax, as_struct
+from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
+from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_places import merged, split
+from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split, state_at
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     DAMAGED,
-    KERNEL_SCALE,
     WEIGHT_ONLY,
     Path,
     ServedOp,
@@ -63,17 +71,13 @@ from fp8flax._serve.stored_op import (
     computed,
     constant,
     delayed_scales,
-    dequantized,
     layout_of,
     stored,
 )
 from fp8flax._train.check import warn_if_damaged
 
-SERVED, CODES = "_fp8_served", "codes"
-"""The names of the collection with the arrays of frozen ops, and of the codes in it."""
-
-CALIBRATE = "fp8flax.calibrate(model.apply, variables, batches)"
-"""The call that calibrates a Linen model, for warnings."""
+SERVED = "_fp8_served"
+"""The name of the collection with the arrays of frozen ops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,121 +117,196 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a frozen Linen model and its variables; see ``freeze.freeze``.
 
-    Args:
-        model: the model in training.
-        args: its variables, and the inputs to trace it with.
-        kwargs: the keyword inputs.
-        weight_only: see ``freeze.freeze``.
-        wide: gets the reason for each kernel that stays wide.
-        fresh: gets the names of the delayed scales that have seen no data.
+    ``wide`` gets the reason for each kernel that stays wide, and ``fresh`` the names of the delayed scales
+    that have seen no data.
     """
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
     warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
-    base: Any = model
-    if not hasattr(model, "_fp8_rules"):
-        # The ops of this model were given by hand. The class records them, and converts nothing.
-        base = convert(model, converted_class(type(model), Rules(include=(), allow_unmatched=True), Call))
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    seen = _record_of(base, unboxed, inputs, kwargs)
+    base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
+    if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
+        base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
+    if inputs or kwargs:
+        calls = {"__call__": (inputs, kwargs)}
+    recording = Recording()
+    make_call = partial(RecordingCall, recording)
+    _trace(convert(model, converted_class(base, rules, make_call)), recording, unboxed, calls)
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
-    recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
-    reasons = _left_wide(seen, recipes)
+    uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
+    uses.update(recording.read)
     ops, codes, scales = list[ServedOp](), dict[Path, Any](), dict[Path, Any]()
-    for path, found in seen.ops.items():
-        gemms = recipes[path]
+    for path, found in recording.ops.items():
+        gemms = WEIGHT_ONLY if weight_only else found.gemms
         own = delayed_scales(path, gemms, state, fresh)
+        reason = _why_wide(found, gemms, uses)
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
-        if path not in reasons:
-            assert found.kernel is not None
-            kernel = found.kernel.sources[0].path
-            parameter, origin = _get(params, kernel), found.kernel
-            row, stacked = found.op.row, found.stacked
-            new, own = stored(
-                *(row, gemms, found.args, parameter, own),
-                stacked=stacked,
+        if reason is None:
+            (kernel,), origin, axes = found.kernel_paths, found.kernel, recording.axes.get(path, ())
+            assert origin is not None
+            parameter = params[kernel]
+            if any(scale.ndim != 1 + len(axes) for scale in own.values()):
+                raise ValueError(
+                    f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
+                    "own: one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both "
+                    "collections alike."
+                )
+            codes[kernel], own = stored(
+                *(found.row, gemms, found.args, parameter, own, axes),
                 into_op=origin.rebuild,
                 back=origin.into_parameter,
             )
-            codes[kernel] = new
-            is_leading = all(stacking.params in (None, 0) for stacking in stacked)
-            is_as_stored = is_leading and origin.is_one_parameter
-            layout = layout_of(row, found.gemms, found.args) if is_as_stored else None
-            # The dtype of the variable, which may have been cast since the model was recorded.
+            is_as_stored = not any(axes) and origin.is_one_parameter
+            layout = layout_of(found.row, gemms, found.args) if is_as_stored else None
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
             op = ServedOp(path, gemms, kernel, layout, dtype)
-        elif reasons[path]:
-            sources = found.kernel.sources if found.kernel else ()
-            wide.update({"/".join(source.path): reasons[path] for source in sources})
+        elif reason:
+            wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
         ops.append(op._replace(scales=tuple((name, x.shape, x.dtype) for name, x in own.items())))
         scales.update({(*path, name): x for name, x in own.items()})
-    cls = converted_class(base._fp8_base, base._fp8_rules, Serving(tuple(ops)))
     others = {name: value for name, value in boxed.items() if name != OVERWRITE_WITH_GRADIENT}
-    return convert(model, cls), {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    frozen = convert(model, converted_class(base, rules, Serving(tuple(ops))))
+    return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _record_of(base: Any, variables: Mapping[str, Any], inputs: Any, kwargs: Any) -> Seen:
-    """Returns the record of a model's FP8 ops; if there are inputs, traces the model with them before.
+def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str, Any]) -> None:
+    """Traces calls of a model, with arguments by the names of methods, to fill a recording.
 
     Raises:
-        ValueError: no FP8 op was recorded, or layers share a kernel, but each has state of its own.
+        ValueError: no FP8 op ran.
     """
-    if inputs or kwargs:
-        trace_apply(base, jax.eval_shape(lambda v: v, variables), inputs, kwargs)
-    seen = seen_of(base)
-    if not seen.ops:
+    shapes = jax.tree.map(as_struct, variables)  # without shardings
+    of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
+    for args, kwargs in of_methods.values():
+        trace_apply(model, shapes, args, kwargs)
+    if not recording.ops:
         raise ValueError(
-            f"No FP8 op of {type(base).__name__} ran"
-            + (
-                " with these inputs. Convert it by fp8flax.quantize_model(model, include=…), or give its "
-                "layers FP8 ops; fp8flax.report(model, *inputs) says what is converted."
-                if inputs or kwargs
-                else " in this process. Pass inputs to trace the model with: freeze(model, variables, x). "
-                "If it was not converted, call fp8flax.quantize_model(model)."
-            )
+            f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
+            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted."
         )
-    for path, found in seen.ops.items():
-        if any(stacking.params is None for stacking in found.stacked):
-            raise ValueError(
-                f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: "
-                "one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
-            )
-    return seen
+    params = _leaves(variables[PARAMS])
+    sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
+    if any(len(source.shape) < params[source.path].ndim for source in sources):  # in a loop
+        main = of_methods.get("__call__")
+        for args, kwargs in [main] if main is not None else of_methods.values():
+            eval_init(model, args, kwargs)
 
 
-def _left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, str]:
-    """Returns the ops whose kernels cannot be stored in FP8, each with the reason.
+class SeenOp(NamedTuple):
+    """The record of an FP8 op that a model computes."""
 
-    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters. A
-    kernel can be stored if it is one whole parameter, and no other op and nothing else reads it.
+    row: OpRow
+    gemms: CustomRecipe
+    kernel: Origin | None
+    """The origin of the kernel; None if the kernel does not come from parameters only."""
+    args: tuple[Any, ...]
+    """The arguments of the op, with shapes and dtypes instead of arrays."""
+
+    @property
+    def kernel_paths(self) -> tuple[Path, ...]:
+        """The paths of the parameters that the kernel is made of."""
+        return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
+
+    @property
+    def steps(self) -> Any:
+        """What the op does to a parameter before the matmul."""
+        if self.kernel is None or self.kernel.moves is None:
+            return None
+        moves = [move[:3] for move in self.kernel.moves if move.primitive.name != CAST]
+        return self.kernel.sources, self.kernel.is_moved, moves, self.args[1].dtype
+
+
+def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> str | None:
+    """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
+
+    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
     """
-    kernels = [found.kernel for found in seen.ops.values() if found.kernel is not None]
-    users = Counter(path for kernel in kernels for path in {source.path for source in kernel.sources})
+    if gemms.forward.rhs is None or found.kernel is None:
+        return ""
+    if found.row.plan is None:
+        return "it is the kernel of a convolution or of a ragged dot"
+    if not found.kernel.is_whole_parameter:
+        return "its matmul does not multiply by this parameter as a whole"
+    return "something else reads it too" if uses[found.kernel_paths[0]] > 1 else None
 
-    def reason_of(found: SeenOp, gemms: CustomRecipe) -> str | None:
-        quantizer, kernel = gemms.forward.rhs, found.kernel
-        if found.has_several_kernels:
-            return "one op multiplies by it and by others"
-        if quantizer is None or kernel is None:
-            return ""
-        if not kernel.is_moved:
-            return "it is computed from parameters"
-        if any(source.path in seen.used_otherwise for source in kernel.sources):
-            return "something else than an FP8 op reads it too"
-        if len(kernel.sources) > 1:
-            return "it is joined with other parameters to one kernel"
-        if not kernel.is_whole_parameter:
-            return "the kernel is not the whole parameter"
-        if users[kernel.sources[0].path] > 1:
-            return "several ops multiply by it"
-        if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or quantizer.needs_state):
-            return "convolutions and ragged dots store kernels with delayed scales alone"
-        return None
 
-    reasons = {path: reason_of(found, recipes[path]) for path, found in seen.ops.items()}
-    return {path: reason for path, reason in reasons.items() if reason is not None}
+class Recording:
+    """What the traces of a model show."""
+
+    def __init__(self) -> None:
+        self.ops: dict[Path, SeenOp] = {}
+        self.axes: dict[Path, tuple[int, ...]] = {}
+        """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
+        self.read: set[Path] = set()
+        """The parameters that something else than an FP8 op reads."""
+
+
+class RecordingCall(Call):
+    """A traced call of a model that is to be frozen."""
+
+    def __init__(self, recording: Recording, cls: Any, rules: Rules) -> None:
+        super().__init__(cls, rules)
+        self.recording = recording
+        self.origins = self.reads = Reads()
+
+    def on_op(
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+    ) -> jax.Array:
+        """Records an op; its result does not depend on the kernel."""
+        if recipe is None or self.is_apart:
+            self.reads.use((lhs, rhs, *rest))
+            return compute(lhs, rhs, *rest, **keywords)
+        kernel = self.origin_of(rhs)
+        if self.is_init:
+            if kernel is not None and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
+                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * len(kernel.sources[0].shape))})
+            return compute(lhs, rhs, *rest, **keywords)
+        self.reads.use((lhs, *rest))
+        # The record outlives the call, so it must not hold arrays.
+        found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
+        before = self.recording.ops.setdefault(op.path, found)
+        if before.steps != found.steps:  # one op multiplies by several kernels
+            both = [one.kernel for one in (before, found) if one.kernel is not None]
+            kernel = Origin(tuple(source for each in both for source in each.sources), None)
+            self.recording.ops[op.path] = found._replace(kernel=kernel)
+        return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+        if not self.is_init:
+            self.reads.use(jax.tree.leaves(result))
+            self.recording.read |= self.reads.read
+        for path in self._made:
+            axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
+            if axes is not None:
+                stacked = [axis for axis, size in enumerate(axes.shape) if size]
+                self.recording.axes[path] = tuple(axis - i for i, axis in enumerate(stacked))
+
+
+class Reads(ParamOrigins):
+    """Also finds the parameters that something else than an FP8 op reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[Path] = set()
+
+    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
+        super().follow(primitive, operands, params, results)
+        made_of = [x for x in operands if self.of(x) is not None]
+        if made_of and not (primitive.name in MOVEMENTS and len(made_of) == len(operands)):
+            needed = needed_operands(primitive, params, operands)
+            self.use(x for x, is_needed in zip(operands, needed) if is_needed)
+
+    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        super().call(operands, results)
+        self.use(operands)
+
+    def use(self, values: Iterable[Any]) -> None:
+        """Records that something else than an FP8 op reads values."""
+        for origin in map(self.of, values):
+            self.read.update(() if origin is None else (source.path for source in origin.sources))
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
@@ -241,16 +320,6 @@ def _leaves(tree: Any) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_names(keys): leaf for keys, leaf in found}
-
-
-def _get(params: Mapping[Path, Any], path: Path) -> Any:
-    """Returns the parameter at ``path``; raises ``ValueError`` if there is none."""
-    if path not in params:
-        raise ValueError(
-            f"{PARAMS}/{'/'.join(path)} is missing from the variables. To freeze, pass the trained "
-            "variables of this model; to serve, pass the variables that fp8flax.freeze returned."
-        )
-    return params[path]
 
 
 def _replaced(
@@ -283,6 +352,7 @@ class ServingCall(Call):
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._ops = {op.path: op for op in serving.ops}
+        self.origins = self.reads = Reads()
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram for the left side."""
@@ -290,13 +360,11 @@ class ServingCall(Call):
         given, wide = _leaves(nn.meta.unbox(params)), dict[Path, Any]()
         scales, served = dict[Path, Any](), dict[Path, Any]()
         for op in self._ops.values():
-            places = [(*op.path, name) for name, *_ in op.scales]
-            if self.is_init and not all(place in given for place in (op.kernel, *places) if place):
-                continue  # no method has made them yet
-            if op.kernel is not None:
-                codes = served[*op.path, CODES] = _get(given, op.kernel)
+            if op.kernel is not None and op.kernel in given:  # ``init`` may not have made it yet
+                codes = served[*op.path, CODES] = given[op.kernel]
                 wide[op.kernel] = codes.astype(op.dtype)
-            scales.update({place: _get(given, place) for place in places})
+            places = [(*op.path, name) for name, *_ in op.scales]
+            scales.update({place: given[place] for place in places if place in given})
         params = _replaced(params, wide, {}, scales)
         return merged({PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served | scales)}, SERVED)
 
@@ -317,9 +385,10 @@ class ServingCall(Call):
             scales.update({(*op.path, name): jnp.ones(shape, dtype) for name, shape, dtype in op.scales})
         return {PARAMS: _replaced(params, codes, scales)}
 
-    def finish(self, model: Any, method: str) -> None:
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+        self.reads.use(jax.tree.leaves(result))
         stored = {op.kernel for op in self._ops.values() if op.kernel is not None}
-        if read := sorted(stored & self.origins.used_otherwise):
+        if read := sorted(stored & self.reads.read):
             raise ValueError(
                 f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
                 "op. These parameters are stored in FP8, because this did not happen when the model was "
@@ -327,14 +396,7 @@ class ServingCall(Call):
             )
 
     def on_op(
-        self,
-        op: Fp8Op,
-        recipe: Recipe | None,
-        compute: Callable[..., jax.Array],
-        lhs: Any,
-        rhs: Any,
-        *rest: Any,
-        **keywords: Any,
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
         if self.is_apart:
@@ -342,37 +404,31 @@ class ServingCall(Call):
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
-        if op.path not in self._ops:
+        self.reads.use((lhs, *rest))
+        served, origin = self._ops.get(op.path), self.origin_of(rhs)
+        whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
+        if served is None or served.kernel not in (None, whole):
             raise ValueError(
-                f"The FP8 op at {'/'.join(op.path)} did not run when the model was frozen. Freeze the "
-                "model with inputs that reach this op."
+                f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
+                "frozen. Freeze the model with inputs that reach the op as it is called here."
             )
-        served = self._ops[op.path]
+        names = [name for name, *_ in served.scales] + [CODES] * (served.kernel is not None)
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
+        if missing := [name for name, x in arrays.items() if x is None]:
+            raise ValueError(
+                f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
+                "Pass the variables that fp8flax.freeze returned."
+            )
         gemms = served.gemms
-        own: Any = {name: self.stored(op, name) for name, *_ in served.scales}
-        if served.kernel is not None:
-            codes = self._codes(served, op, rhs)
-            if op.row.plan is not None:
-                return computed(op.row, gemms, codes, own, lhs, *rest, **keywords)
-            rhs = dequantized(codes, own[KERNEL_SCALE], rhs.dtype)
-        if gemms.forward.lhs is None and (served.kernel is not None or gemms.forward.rhs is None):
-            # Nothing is left to quantize.
+        if served.kernel is not None and origin is not None:
+            codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
+            return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
+        if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
-        return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, own), gemms), **keywords)
-
-    def _codes(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> jax.Array:
-        """Returns the codes for the operand ``rhs``, moved as the model moves the kernel."""
-        origin = self.origin_of(rhs)
-        if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel:
-            raise ValueError(
-                f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
-                "the model was frozen. Freeze it with inputs like those that it serves."
-            )
-        codes: Any = self.stored(op, CODES)
-        return origin.rebuild(codes, casts=False)
+        return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, arrays), gemms), **keywords)
 
 
-def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, jax.Array]) -> States:
+def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, Any]) -> States:
     """Returns states with the fixed scales and histories of zeros, so that the scales do not change."""
     states = {}
     for role in gemms.delayed:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._core.formats import FP8_DTYPES
 from fp8flax._core.names import PARAMS
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
@@ -182,15 +183,15 @@ def _names(path: Path, leaf: Any) -> list[str]:
     return names
 
 
-def _is_narrow(leaf: Any) -> bool:
-    """Returns whether a variable is FP8 codes, or scales in E8M0."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1
+def _is_wide(dtype: Any) -> bool:
+    """Returns whether a dtype is a float of more than 8 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     """Returns the scales beside a frozen kernel; several if the module has several ops."""
     scales = (KERNEL_SCALE, INPUT_SCALE)
-    if kernel[-1] in scales or not _is_narrow(leaves[kernel]):
+    if kernel[-1] in scales or leaves[kernel].dtype not in FP8_DTYPES:
         return {}
     return {p: leaf for p, leaf in leaves.items() if p[-1] in scales and p[:-2] == kernel[:-1]}
 
@@ -211,33 +212,35 @@ def _makers(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> M
     def arranged(array: np.ndarray) -> np.ndarray:
         return (array.swapaxes(-1, -2) if num_summed else array).reshape(shape)
 
-    # Scales in the file, wide variable: dequantize.
-    if is_quantized and not _is_narrow(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise Misfit(f"it must be {leaf.dtype}, and is {dtype} with scales")
-        return {path: lambda: arranged(tensor.dequantize(leaf.dtype))}
-    # Wide tensor, wide variable: cast.
-    is_wide = not _is_narrow(leaf) and not _is_narrow(tensor)
-    if is_wide and all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype)):
-        return {path: lambda: arranged(np.asarray(tensor).astype(leaf.dtype))}
-    if dtype != leaf.dtype:
-        without = " without scales" if dtype.itemsize == 1 and not is_quantized else ""
-        raise Misfit(f"it must be {leaf.dtype}, and is {dtype}{without}")
-    # No scales: copy.
-    if not is_quantized:
-        return {path: lambda: arranged(np.asarray(tensor))}
-    # Frozen kernel: copy codes and scales.
+    def values() -> np.ndarray:
+        if is_quantized:
+            return tensor.dequantize(leaf.dtype) if _is_wide(leaf.dtype) else tensor.codes
+        return np.asarray(tensor).astype(leaf.dtype)
+
+    if not (dtype == leaf.dtype or (_is_wide(leaf.dtype) and (is_quantized or _is_wide(dtype)))):
+        raise Misfit(f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales")
+    if not is_quantized or _is_wide(leaf.dtype):
+        return {path: lambda: arranged(values())}
     scales = _scales_of(path, leaves)
     siblings = [p for p in leaves if p[:-1] == path[:-1] and _scales_of(p, leaves)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
         raise Misfit(
             "its module must have one frozen kernel with one scale. Load the wide model, and freeze it"
         )
-    made: Makers = {path: lambda: arranged(tensor.codes)}
-    for place, scale in scales.items():
-        is_of_kernel = place[-1] == KERNEL_SCALE
-        array = _scale(tensor, shape, num_summed, scale) if is_of_kernel else _input_scale(tensor, scale)
-        made[place] = partial(array.astype, scale.dtype)
+    made: Makers = {path: lambda: arranged(values())}
+    for place, like in scales.items():
+        given, size = tensor.input_scale, math.prod(like.shape)
+        array = None if given is None or given.size != size else given.reshape(like.shape)
+        if place[-1] == KERNEL_SCALE:
+            given = tensor.scale
+            array = scale_of_file(tensor.shape, given, tensor.block, shape, num_summed, like)
+        if array is None:
+            raise Misfit(
+                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and in the checkpoint "
+                f"it is {'none' if given is None else f'{given.dtype}{list(given.shape)}'}, with blocks of "
+                f"{list(tensor.block)}. Freeze the model with the recipe of the checkpoint"
+            )
+        made[place] = partial(array.astype, like.dtype)
     return made
 
 
@@ -297,42 +300,9 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
     return 0
 
 
-def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
-    """Returns the scale of a frozen kernel of this shape, which sums over ``num_summed`` dimensions."""
-    found = scale_of_file(tensor.shape, tensor.scale, tensor.block, kernel, num_summed, leaf)
-    if found is None:
-        raise Misfit(
-            f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(leaf.shape)}. "
-            "Freeze the model with the recipe of the checkpoint"
-        )
-    return found
-
-
-def _input_scale(tensor: CheckpointTensor, leaf: Any) -> np.ndarray:
-    """Returns the fixed scale of a frozen layer's input."""
-    scale = tensor.input_scale
-    if scale is None or scale.size != math.prod(leaf.shape):
-        raise Misfit(
-            f"the frozen layer needs an input scale of shape {list(leaf.shape)}, and the checkpoint has "
-            f"{'none' if scale is None else list(scale.shape)}. Freeze the model with another recipe"
-        )
-    return scale.reshape(leaf.shape)
-
-
 def _placed(array: np.ndarray, leaf: Any) -> jax.Array:
-    """Copies an array to the devices of the variable that it replaces, or to the default device.
-
-    The result has the sharding of the variable, if it has one. It is committed to its devices if the
-    variable is.
-    """
+    """Copies an array to the devices that the variable is committed to, or to the default device."""
     # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
     # use the memory of an array of NumPy, even with ``may_alias=False``.
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return jnp.array(array)
-    if getattr(leaf, "committed", True):
-        return jax.device_put(np.array(array), sharding)
-    [device] = sharding.device_set
-    with jax.default_device(device):
-        return jnp.array(array)
+    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    return jax.device_put(np.array(array), sharding)

@@ -46,17 +46,11 @@ def save_safetensors(
     give equal files.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
-    architecture by its own names: ``rename`` gives them to the tensors, and ``config`` writes the
-    ``config.json`` that the loader reads first.
-
-    The metadata of the file contain the matching ``quantization_config``. Its ``quant_method`` is ``fp8``
-    for 128×128 blocks, and ``compressed-tensors`` for scales per tensor and per output feature. There is no
-    such config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in
-    one model.
-
-    To save a frozen model for this package, use any checkpoint library, such as Orbax. ``load_into`` reads
-    the file of this function into a model.
+    A loader knows an architecture by its own names: ``rename`` gives them to the tensors, and ``config``
+    writes the ``config.json`` that the loader reads first. The metadata of the file contain the matching
+    ``quantization_config``: ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and
+    per output feature. There is no such config for MXFP8, for dtypes other than e4m3fn, for convolutions
+    in FP8, and for several recipes in one model. ``load_into`` reads the file into a model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -68,18 +62,18 @@ def save_safetensors(
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
         config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-            None writes no such file.
+            as ``to_dict()`` of a transformers config returns it; its ``quantization_config`` becomes that
+            of this model. None writes no such file.
 
     Raises:
         OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
-            function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes; or the folder has an index, which would hide the file.
+        TypeError: ``model`` does not come from ``freeze``, ``rename`` is neither a mapping nor a function,
+            or JSON cannot hold ``config``.
+        ValueError: two variables would have one name; a variable has a dtype that files do not hold; a
+            pattern matches nothing; a name would be empty, or give the tensors of one layer different
+            prefixes; or the folder has an index, which would hide the file.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
-            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
+            given, and no ``quantization_config`` describes the model.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -153,29 +147,16 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> str:
     """Returns the text of a model's ``config.json``."""
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            "config must be a mapping, such as the to_dict() of a transformers config; got "
-            f"{type(config).__name__}."
-        )
     if quantization is None:
         raise ValueError(
             "config was given, but no quantization_config can describe this model, so a loader would take "
-            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, "
-            "the kernel of a convolution in FP8, or an FP8 op whose kernel is not stored in FP8 as it is "
-            "multiplied. Freeze the model with one other recipe, or with weight_only=True; leave such "
-            "layers out of FP8; or leave config out."
-        )
-    if config.get("quantization_config") is not None:
-        raise ValueError(
-            "config must not have a quantization_config, because save_safetensors adds that of this model; "
-            f"got {config['quantization_config']!r}. Leave it out."
+            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, or "
+            "an op such as a convolution, whose kernel is not stored in FP8 as it is multiplied. Freeze "
+            "the model with one other recipe, or with weight_only=True; leave such layers out of FP8; or "
+            "leave config out."
         )
     if config.get("tie_word_embeddings"):
         # Loaders make an lm_head, which is not in the file, and would look for its scale.
         key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
         quantization = {**quantization, key: sorted({*quantization[key], "lm_head"})}
-    try:
-        return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"config must have values that JSON can hold: {error}.") from error
+    return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"

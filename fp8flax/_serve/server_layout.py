@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS
+from fp8flax._core.state.tree import path_names
 from fp8flax._serve.headers import DTYPES
 from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, ServedOp, as_matrix, merged, scale_in_file
@@ -92,12 +93,7 @@ def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[Te
     arrays = dict[tuple[str, ...], Any]()
     for collection, tree in variables.items():
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
-                raise ValueError(
-                    f"The collection {collection!r} must be dicts of arrays; got "
-                    f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
-                )
-            arrays[collection, *(str(key.key) for key in keys)] = leaf
+            arrays[collection, *map(str, path_names(keys))] = leaf
     for op in ops:
         if op.kernel is None or op.layout is None or (PARAMS, *op.kernel) not in arrays:
             continue

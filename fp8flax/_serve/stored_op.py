@@ -17,16 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
 from fp8flax._core.ops.modes import packed_kernel
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
 
@@ -106,12 +103,7 @@ def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], f
 @functools.partial(jax.jit, static_argnums=0)
 def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
     """Returns the next scale of a state; for stacked states the next scale of each."""
-    axis = history_axis(scale, history)
-    if axis is None:
-        raise ValueError(
-            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
-            "must have the same shape, but for one axis, where the scale has size 1."
-        )
+    axis: Any = history_axis(scale, history)
     scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
     next_scales = scale_of(quantizer, ScalingState(scales, histories))
     return jnp.moveaxis(next_scales[..., None], -1, axis)
@@ -123,8 +115,8 @@ def stored(
     args: Sequence[Any],
     kernel: jax.Array,
     scales: Scales,
+    axes: Sequence[int],
     *,
-    stacked: Sequence[tuple[Any, int | None]],
     into_op: Callable[[jax.Array], jax.Array],
     back: Callable[[jax.Array], jax.Array] = lambda codes: codes,
 ) -> tuple[jax.Array, Scales]:
@@ -136,20 +128,23 @@ def stored(
         args: the arguments of the op, with shapes instead of arrays.
         kernel: the parameter that is the kernel, a wide float.
         scales: the delayed scales.
-        stacked: how layers are stacked, from the outermost transformation inwards: the axes of the
-            parameters and of the state, or None if the layers share the state. The results are stacked
-            as the parameters are.
+        axes: the axes by which layers are stacked in the kernel and in the results, the outermost first.
         into_op: makes the operand of the op from the parameter of one layer.
         back: moves the bytes of the codes back to the places of the parameter.
     """
 
     def of_one(kernel: jax.Array, scales: Scales) -> Any:
-        codes, scale = _quantized(row, gemms, args, into_op(kernel), scales.get(KERNEL_SCALE))
-        bits = back(jax.lax.bitcast_convert_type(codes, jnp.uint8))
-        return jax.lax.bitcast_convert_type(bits, codes.dtype), {**scales, KERNEL_SCALE: scale}
+        lhs, _, *arguments = args
+        plan: Any = row.plan(lhs, operand := into_op(kernel), *arguments, recipe=gemms)  # type: ignore[misc]
+        packed = packed_kernel(plan, operand, scales.get(KERNEL_SCALE))
+        bits = back(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
+        # A scalar scale is stored in the shape (1,), as the scaling state has it.
+        scale = packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
+        return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
 
-    for of_params, of_state in reversed(stacked):
-        of_one = jax.vmap(of_one, in_axes=(of_params, of_state), out_axes=of_params)
+    for i, axis in reversed([*enumerate(axes)]):
+        of_scales = {name: _stack_axes(scale.shape)[i] - i for name, scale in scales.items()}
+        of_one = jax.vmap(of_one, in_axes=(axis, of_scales), out_axes=axis)
     is_traced = isinstance(kernel, jax.core.Tracer)
     sharding = None if is_traced else getattr(kernel, "sharding", None)
     # The codes are on the devices of the parameter, if there are several.
@@ -160,36 +155,15 @@ def stored(
     return result
 
 
-def _quantized(
-    row: OpRow, gemms: CustomRecipe, args: Sequence[Any], kernel: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes and the scale of the kernel of an op; ``scale`` is its delayed scale, or None."""
-    quantizer, (lhs, _, *arguments) = gemms.forward.rhs, args
-    assert quantizer is not None
-    if row.plan is not None:
-        packed = packed_kernel(row.plan(lhs, kernel, *arguments, recipe=gemms), kernel, scale)
-        # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        return packed.codes, packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
-    if scale is not None:
-        return quantize(kernel, quantizer.dtype, _broadcastable(scale, kernel)), scale
-    # Weight-only: one scale for each output feature of each stacked kernel.
-    axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
-    scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
-    return quantize(kernel, quantizer.dtype, scale), scale
-
-
-def _broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
-    if scale.ndim == kernel.ndim:
-        return scale
-    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
+def _stack_axes(shape: tuple[int, ...]) -> list[int]:
+    """Returns the axes by which a delayed scale is stacked; the scale has one more axis, of size 1."""
+    own = max(axis for axis, size in enumerate(shape) if size == 1)
+    return [axis for axis in range(len(shape)) if axis != own]
 
 
 def layout_of(row: OpRow, gemms: CustomRecipe, args: Sequence[Any]) -> Layout | None:
-    """Returns the layout of a kernel that an op reads as it is stored; None for other ops."""
-    if row.plan is None:
-        return None
-    plan: Any = row.plan(*args, recipe=gemms)
+    """Returns the layout of a kernel that an op reads as it is stored; None if it has batch dimensions."""
+    plan: Any = row.plan(*args, recipe=gemms)  # type: ignore[misc]
     (_, summed), (_, batch) = plan.dimension_numbers
     return None if batch else Layout(tuple(i for i in range(args[1].ndim) if i not in summed), summed)
 
@@ -249,12 +223,6 @@ def computed(
     )
 
 
-def dequantized(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the kernel of an op without a plan. If the op quantizes it again, it gets the same codes."""
-    scale = constant(scale)
-    return (constant(codes).astype(scale.dtype) * _broadcastable(scale, codes)).astype(dtype)
-
-
 def check_is_on(recipe: Recipe | None) -> None:
     """Raises ``ValueError`` if FP8 is switched off where a frozen model runs, so there is no recipe."""
     if recipe is None:
@@ -312,8 +280,7 @@ def scale_of_file(
 ) -> np.ndarray | None:
     """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
 
-    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
-    possible, all must give the same values.
+    The shape of the frozen scale shows which kinds of scale it can be. All must give the same values.
 
     Args:
         weight: the shape of the weight in the file, ``(..., out, in)``.
@@ -324,22 +291,20 @@ def scale_of_file(
         like: the scale of the frozen model, with a shape and a dtype.
     """
     *stack, out, width = weight
-    is_e8m0, shape = like.dtype.itemsize == 1, tuple(like.shape)
-    rows, columns = _MX if is_e8m0 else _SQUARE
-    kinds = [(rows, columns)] if shape == (*stack, 1, -(-out // rows), -(-width // columns)) else []
-    if not is_e8m0 and shape == (*stack, 1):
-        kinds.append((out, width))
-    if not is_e8m0 and shape == (*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]):
-        kinds.append((1, width))
-    found: list[np.ndarray] = []
-    sizes = [max(1, n) for n in weight[-2:]]
-    for kind in kinds:
-        wanted, given = (list(map(min, sizes, each)) for each in (kind, block[-2:]))
-        if given not in (wanted, sizes):  # one scale per tensor serves all kinds
-            return None
-        counts = (-(-n // size) for n, size in zip(sizes, wanted))
-        found.append(np.broadcast_to(scale, (*stack, *counts)))
+    rows, columns = _MX if like.dtype.itemsize == 1 else _SQUARE
+    sizes, found = [max(1, n) for n in (out, width)], list[np.ndarray]()
+    # The frozen model has one scale for the tensor, for each output feature, or for each block.
+    for shape, kind in (
+        ((*stack, 1), (out, width)),
+        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, width)),
+        ((*stack, 1, -(-out // rows), -(-width // columns)), (rows, columns)),
+    ):
+        if shape == tuple(like.shape):
+            wanted, given = ([*map(min, sizes, each)] for each in (kind, block[-2:]))
+            if given not in (wanted, sizes):  # one scale per tensor serves all kinds
+                return None
+            counts = (-(-n // size) for n, size in zip(sizes, wanted))
+            found.append(np.broadcast_to(scale, (*stack, *counts)).reshape(shape))
     can_hold = like.dtype in (scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    if len({each.tobytes() for each in found}) != 1 or not can_hold:
-        return None
-    return found[0].reshape(shape).astype(like.dtype)
+    is_clear = can_hold and len({each.tobytes() for each in found}) == 1
+    return found[0].astype(like.dtype) if is_clear else None

@@ -14,16 +14,14 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
-    The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. Use
-    this function where an inference engine samples from a model between the steps of its training, as in
-    reinforcement learning. Put it into ``jax.jit``, or ``nnx.jit``, as a function of the variables: then
-    one compiled program makes the tensors on the devices, and XLA derives their sharding from that of the
-    variables.
+    The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. Put
+    this function into ``jax.jit``, or ``nnx.jit``, as a function of the variables: then one compiled
+    program makes the tensors on the devices, for instance for an inference engine that samples between the
+    steps of training, and XLA derives their sharding from that of the variables.
 
     Args:
-        model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
-        *args: for a Linen model all its collections, such as ``state.params`` of a ``fp8flax.TrainState``.
-            Then inputs to trace the model with, as in ``freeze``. Their values are not used.
+        model: as in ``freeze``.
+        *args: as in ``freeze``: for a Linen model all its collections; then inputs to trace the model with.
         rename: names of the server for those of the model, as in ``save_safetensors``.
         weight_only: whether each output feature has a scale, as in ``freeze``.
         **kwargs: keyword inputs of the model.

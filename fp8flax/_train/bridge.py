@@ -32,10 +32,9 @@ def add_fp8_state(
     or with recipes without delayed scaling, needs no state; the result is then ``variables``.
 
     Args:
-        variables: collections of the model, with or without FP8, as JAX or NumPy arrays; ``params`` at
-            least.
+        variables: collections of the model, with or without FP8; ``params`` at least.
         model: the model with FP8 layers.
-        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        *args: inputs of the model, as arrays or ``jax.ShapeDtypeStruct``.
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -70,10 +69,7 @@ def add_fp8_state(
     _check_same_params(variables, wanted)
     if OVERWRITE_WITH_GRADIENT not in wanted:
         return variables
-    advice = (
-        "It is kept. To have new state made, call fp8flax.remove_fp8_state first, and then "
-        "fp8flax.calibrate."
-    )
+    advice = "It is kept. For new state call fp8flax.remove_fp8_state first, and then fp8flax.calibrate."
     warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), advice, stacklevel=3)
     old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
     new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
@@ -122,8 +118,7 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
         raise ValueError(
             f"The scaling state at {path_str(path)} has shape {value.shape}, but the model needs "
             f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
-            "have new state made: fp8flax.add_fp8_state(fp8flax.remove_fp8_state(variables), model, "
-            "*inputs)."
+            "for new state call fp8flax.remove_fp8_state first."
         )
     return _change_length(value, differing[0], leaf.shape[differing[0]])
 
@@ -139,13 +134,7 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
 
 
 def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``variables`` without the scaling state, for the model without FP8.
-
-    Args:
-        variables: collections of a model with or without FP8 layers.
-
-    Returns:
-        The other collections, unchanged; a ``FrozenDict`` if ``variables`` is one.
+    """Returns the other collections of ``variables``, for the model without FP8.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

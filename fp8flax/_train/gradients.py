@@ -28,9 +28,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
-    A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
-    collection itself. Gradients of everything else, the arguments and the result are those of
-    ``jax.value_and_grad``. Integers beside the state get no gradient (``float0``).
+    A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
+    itself. Everything else is as in ``jax.value_and_grad``, but integers beside the state get no gradient
+    (``float0``).
 
     The gradient of the scaling state is its next value: the state of one call on all the data. This holds
     however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
@@ -57,8 +57,7 @@ def value_and_grad(
     positions: tuple[Any, ...] = (argnums,) if single else tuple(argnums)  # type: ignore[arg-type]
 
     def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
-        """Returns the arguments, with ``f`` of the differentiated ones. JAX reports wrong positions."""
-        here = {i % len(args) for i in positions if args}
+        here = {i % len(args) for i in positions if args}  # JAX reports wrong positions.
         return [f(arg) if i in here else arg for i, arg in enumerate(args)]
 
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
@@ -129,9 +128,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     element, or two for block scales that differ between the forward and the backward pass. Call the
     function under ``jax.jit`` or ``nnx.jit``; otherwise each call compiles again.
 
-    Args:
-        fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
-        has_aux: whether ``fun`` returns auxiliary data.
+    ``fun(variables, microbatch)`` returns a scalar, or with ``has_aux`` a pair ``(scalar, aux)``.
 
     Returns:
         A function of two positional arguments, ``(variables, microbatches)``, with the results of
@@ -171,10 +168,9 @@ _IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KER
 def accumulate(
     fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any, has_aux: bool
 ) -> tuple[Any, Any, Any]:
-    """Returns value, gradients and last carry of a mean over microbatches; see ``accumulate_gradients``.
+    """Returns value, gradients and last carry of a mean over microbatches, see ``accumulate_gradients``.
 
-    The function is ``fun(variables, carry, microbatch)``. It returns ``(value, carry)``, or with
-    ``has_aux`` ``((value, aux), carry)``. The carry is a tree of arrays.
+    ``fun(variables, carry, microbatch)`` returns ``(value, carry)``, or ``((value, aux), carry)``.
     """
     num, *others = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)} or {0}
     if not num or others:
@@ -202,30 +198,31 @@ def accumulate(
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, from_max(variables))
         entered = enter(variables)
-        total = jax.tree.map(
-            lambda x: (
-                jnp.full_like(to_floats(x), -jnp.inf)
-                if is_max_dtype(x)
-                else jnp.zeros_like(x, dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype)
-            ),
-            entered,
-        )
+        total = jax.tree.map(_empty_sum, entered)
         # Computes what ``_IS_HOISTED`` names once, before the loop.
         example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
         hoisted_step = hoisted(step, entered, example, _IS_HOISTED)
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: hoisted_step((*before, x)), (total, carry), microbatches
         )
-        grads = jax.tree.map(
-            lambda x, like: of_floats(like.dtype, x) if is_max_dtype(like) else x.astype(like.dtype),
-            total,
-            entered,
-        )
-        return leave(variables, grads), carry, jnp.sum(value, axis=0), aux
+        grads = leave(variables, jax.tree.map(_as_cotangent, total, entered))
+        return grads, carry, jnp.sum(value, axis=0), aux
 
     with differentiating():
         grads, carry, value, aux = run(variables, carry, microbatches)
     return (value, aux) if has_aux else value, grads, carry
+
+
+def _empty_sum(leaf: jax.Array) -> jax.Array:
+    """Returns the start of a sum in float32 or wider, or of a maximum in float32 for state."""
+    if is_max_dtype(leaf):
+        return jnp.full_like(to_floats(leaf), -jnp.inf)
+    return jnp.zeros_like(leaf, dtype=jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
+
+
+def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
+    """Returns the sum or the maximum in the dtype of ``leaf``."""
+    return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 
 
 def _add(total: jax.Array, grad: Any) -> jax.Array:
@@ -236,19 +233,14 @@ def _add(total: jax.Array, grad: Any) -> jax.Array:
 
 
 def pmean_gradients(grads: Any, axis_name: Any) -> Any:
-    """Averages gradients over devices, and takes the maximum of scaling state.
+    """Averages gradients over a mapped axis, or a tuple of axes; takes the maximum of scaling state.
 
     Use it in a loop that computes a gradient for each device and reduces it by hand, in ``jax.pmap`` or in
     ``jax.shard_map`` with ``check_vma=False``. With the default checks of ``jax.shard_map``, and under
     ``jax.jit`` on sharded arrays, the state is already that of all the data.
 
-    A device keeps its old history if its own data held a NaN or an Inf, or if it skipped a layer, while the
-    others moved on by one step. The maximum of old and new history is finite, the same on every device, and
-    at least as large as any amax in either.
-
-    Args:
-        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned.
-        axis_name: the mapped axis, or a tuple of axes.
+    If one device kept its old history, because of a NaN or a layer that it skipped, the result is the
+    maximum of old and new history: finite, and the same on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

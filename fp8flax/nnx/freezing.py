@@ -1,15 +1,15 @@
 """Freezes NNX models, and describes frozen ones for files.
 
 A kernel can be stored as codes only if nothing but the op of its layer reads it, because only the op knows
-the scale. To check this, ``freeze`` traces the model with the kernels as inputs. Each kernel passes through
-a mark when it enters the op of its layer. If anything else reads the kernel, it stays wide.
+the scale. To check this, ``freeze`` traces the model. Each op multiplies there by zeros instead of its
+kernel. So if the traced program still needs a kernel after its dead code is removed, something else reads
+the kernel, and it stays wide.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._compat.interpreter import Set, interpret
+from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.calls import calling
@@ -27,7 +26,6 @@ from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
-from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.stored_op import (
     DAMAGED,
     INPUT_SCALE,
@@ -47,9 +45,6 @@ from fp8flax._train.check import warn_if_damaged
 from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
-
-CALIBRATE = "fp8flax.nnx.calibrate"
-"""The call that calibrates an NNX model, for warnings."""
 
 
 class Frozen(nnx.Variable[Any]):
@@ -142,13 +137,10 @@ def freeze(
         if path not in shared:
             _freeze(layers[path], operands, weight_only, fresh)
     if not is_frozen(copy):
-        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
         raise ValueError(
-            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
-            "Give tied layers a copy of the kernel."
-            if shared
-            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
-            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+            "There is nothing to freeze: no layer with an FP8 matmul of its own kernel ran with these "
+            "inputs. Convert the model by fp8flax.quantize_model(model, include=…). Something else reads "
+            f"or changes the kernels of {sorted(shared)}: give tied layers a copy of the kernel."
         )
     owners = {id(layer.op): path for path, layer in layers.items()}
     for keys, op in nnx.iter_graph(copy):
@@ -157,22 +149,17 @@ def freeze(
         op._reason = ""  # report takes only models that quantize_model returned
         if weight_only:
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
-        owner = owners.get(id(op))
-        reasons = {
-            "it is not the op of a layer of NNX": owner is None,
-            "something else than this op reads or changes the kernel": owner in shared,
-            "it is a convolution": op.row.plan is None,
-            "its einsum does not multiply by the kernel as it is stored": owner not in paths,
-            "it did not run with these inputs": owner not in seen,
-            "its recipe keeps the kernel wide": True,
-        }
-        wide["/".join(map(str, keys))] = next(reason for reason, holds in reasons.items() if holds)
+        wide["/".join(map(str, keys))] = (
+            "something else reads or changes the kernel"
+            if owners.get(id(op)) in shared
+            else "no layer of Flax multiplies by its whole kernel in FP8 with these inputs"
+        )
     return copy
 
 
 def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[str]) -> None:
     """Stores the kernel of a layer in FP8, unless the recipe keeps it wide."""
-    recipe, row, module, path = layer.op._recipe_in_use(), layer.kind.row, layer.module, layer.site.path
+    recipe, row, module, path = layer.op._recipe_in_use(), layer.site.op, layer.module, layer.site.path
     if recipe is None or recipe.gemms.forward.rhs is None:
         return
     gemms = WEIGHT_ONLY if weight_only else recipe.gemms
@@ -181,12 +168,12 @@ def _freeze(layer: Any, args: tuple[Any, ...], weight_only: bool, fresh: list[st
     }
     scales = delayed_scales((path,), gemms, state, fresh)
     wide = module.kernel.get_value()
-    stacked, dtype = [(0, 0)] * len(layer.stacked), args[0].dtype
+    axes, dtype = [0] * len(layer.stacked), args[0].dtype
     codes, scales = stored(
-        row, gemms, args, wide, scales, stacked=stacked, into_op=lambda kernel: kernel.astype(dtype)
+        row, gemms, args, wide, scales, axes, into_op=lambda kernel: kernel.astype(dtype)
     )
     op = FrozenOp(row, gemms, path, layout_of(row, gemms, args), scales)
-    setattr(module, layer.kind.field, nnx.data(op))
+    setattr(module, layer.site.name, nnx.data(op))
     module.kernel = Frozen(codes)
     _let_kernel_pass(module, wide.dtype)
 
@@ -218,7 +205,8 @@ def updated(model: nnx.Module, load: Callable[[Any], Any]) -> nnx.Module:
 
 # Which kernels nothing but their op reads.
 
-_MARK = "fp8flax_kernel:"
+_MARK = "fp8flax_kernel"
+"""The metadata of a kernel's variable with the path of its layer."""
 
 
 def _operands(
@@ -229,69 +217,60 @@ def _operands(
     Returns:
         Two results. The first has, for the path of each layer that runs, the arguments of its op, with
         shapes instead of arrays. The second is the set of the layers that multiply by anything but their
-        own kernel, or whose kernel anything else reads.
+        own kernel, or whose kernel anything else reads or changes.
     """
     copy = nnx.clone(model)
-    seen: dict[str, tuple[Any, ...]] = {}
+    layers = {layer.site.path: layer for layer in layers_of(copy) if layer.site.path in paths}
+    seen, shared = dict[str, tuple[Any, ...]](), set[str]()
+    got: dict[int, tuple[Any, str]] = {}
+    """By the identity of each value that a kernel has had: the value, and the mark of the kernel."""
+    changed: set[str] = set()
+    """The marks of the kernels that the model sets."""
+
+    def on_get(kernel: Any, value: Any) -> Any:
+        got[id(value)] = value, kernel.get_metadata(_MARK)
+        return value
+
+    def on_set(kernel: Any, value: Any) -> Any:
+        changed.add(kernel.get_metadata(_MARK))
+        return value
 
     def record(path: str, row: OpRow, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
         shapes = (jax.ShapeDtypeStruct(x.shape, lhs.dtype) for x in (lhs, rhs))
         seen[path] = (*shapes, *arguments)
-        rhs = checkpoint_name(rhs, f"{_MARK}{path}").astype(lhs.dtype)
-        return row.plain(lhs, rhs, *arguments, **keywords)
+        _, mark = got.get(id(rhs), (None, None))
+        if mark != marks[path]:
+            shared.add(path)
+        return row.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *arguments, **keywords)
 
-    for layer in layers_of(copy):
-        if (path := layer.site.path) in paths:
-            recorder = calling(layer.kind.row.call, partial(record, path, layer.kind.row))
-            setattr(layer.module, layer.kind.field, nnx.static(recorder))
-            _let_kernel_pass(layer.module, layer.module.kernel.get_value().dtype)
+    for path, layer in layers.items():
+        _let_kernel_pass(layer.module, layer.module.kernel.get_value().dtype)
+        layer.module.kernel.set_metadata(**{_MARK: path}, on_get_value=on_get, on_set_value=on_set)
+        recorder = calling(layer.site.op.call, partial(record, path, layer.site.op))
+        setattr(layer.module, layer.site.name, nnx.static(recorder))
+    # Layers that share a kernel have one mark.
+    marks = {path: layer.module.kernel.get_metadata(_MARK) for path, layer in layers.items()}
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
-    inputs: dict[str, int] = {}
-    """By the path of a layer: the number of its kernel among the inputs of the program."""
 
     def call(state: Any, arrays: Any) -> Any:
         args, kwargs = fill(arrays)
         merged = nnx.merge(graphdef, state)
-        numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
-        kernels = {layer.site.path: layer.module.kernel for layer in layers_of(merged)}
-        inputs.update((path, numbers[id(kernels[path].get_value())]) for path in paths)
-        # A kernel may remain in its own variable; it must not be in an output or another variable.
-        own = {id(kernels[path]) for path in paths}
         out = merged(*args, **kwargs)
+        # A kernel may remain in its own variable; it must not be in an output or another variable.
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
-        held = [node.get_value() for node in nodes if id(node) not in own]
+        held = [node.get_value() for node in nodes if _mark_of(node) is None]
         return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
 
     with needing_inputs(args, kwargs):
         program = jax.make_jaxpr(call)(state, arrays)
-    of_kernels, reads = set(inputs.values()), _KernelReads()
-    given = [i if i in of_kernels else ELSE for i, _ in enumerate(jax.tree.leaves((state, arrays)))]
-    for result in interpret(program, [frozenset([one]) for one in given], reads):
-        reads.use(result)
-    return seen, {
-        path for path in seen if inputs[path] in reads.read or reads.by_op[path] != {inputs[path]}
-    }
+    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
+    changed.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed and mark)
+    return seen, {path for path in seen if path in shared or marks[path] in changed}
 
 
-class _KernelReads(Reads):
-    """Finds which kernels a program reads, and which kernels reach the op of each layer by its mark."""
-
-    # Other movements, and casts, count as reading: only the op knows what the stored codes mean.
-    movements = SAME
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_op: defaultdict[str, Set] = defaultdict(frozenset)
-        """For the path of each layer, the values that its op multiplies by."""
-
-    def is_op(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
-
-    def equation(self, eqn: Any, operands: list[Set]) -> list[Set]:
-        if self.is_op(eqn):
-            self.by_op[eqn.params["name"].removeprefix(_MARK)] |= operands[0]
-        return super().equation(eqn, operands)
-
-    def part_of(self, whole: Set) -> Set:
-        return whole  # a part of stacked kernels is the kernel of one layer
+def _mark_of(x: Any) -> str | None:
+    """Returns the mark of the variable of a kernel; None for other variables, and for arrays."""
+    mark: str | None = x.get_metadata().get(_MARK) if isinstance(x, nnx.Variable) else None
+    return mark

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.traces import unwatched
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
+from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
@@ -86,18 +85,6 @@ class Fp8Op(OpBase, nnx.Module):
         "stacked inside of nnx.vmap or nnx.scan."
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raises ``TypeError`` for operands, which only instances take: a layer calls the class."""
-        if any(isinstance(arg, jax.Array | np.ndarray | str) for arg in args):
-            name, field = cls.__name__, cls.row.nnx_field
-            fix = ""
-            if field is not None and not cls.row.stacked:  # no layer of Flax takes an op of stacked kernels
-                fix = f" A layer takes an instance: {field}=fp8flax.nnx.{name}()."
-            raise TypeError(
-                f"The class fp8flax.nnx.{name} was called with operands, as its instances are.{fix}"
-            )
-        return super().__new__(cls)
-
     def __init__(self, *, recipe: Recipe | None = None):
         self._set_up(recipe)
 
@@ -121,10 +108,9 @@ class Fp8Op(OpBase, nnx.Module):
     def _multiplier(self) -> Callable[..., jax.Array]:
         layer, field = next(reversed(running_modules()), None), self.row.linen_field
         if layer is not None and field is not None and hasattr(type(layer), field):
-            raise TypeError(
-                f"The Linen layer {type(layer).__name__} was given the NNX op fp8flax.nnx."
-                f"{type(self).__name__}, whose scaling state Linen cannot keep. Give it the Linen op: "
-                f"{field}=fp8flax.{type(self).__name__}."
+            raise TypeError(  # otherwise the scales would never change
+                f"The Linen layer {type(layer).__name__} was given an NNX op, whose scaling state Linen "
+                f"cannot keep. Give it the Linen op: {field}=fp8flax.{type(self).__name__}."
             )
         return super()._multiplier()
 
@@ -132,7 +118,7 @@ class Fp8Op(OpBase, nnx.Module):
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
-        with unwatched(), scope:
+        with unwatched(), jax.named_scope(BY_OP), scope:
             out = super()._compute(recipe, lhs, rhs, *arguments, **keywords)
         delayed = {} if recipe is None else recipe.gemms.delayed
         if not delayed:
@@ -145,8 +131,8 @@ class Fp8Op(OpBase, nnx.Module):
         if not (self._scope or self._reason):
             raise ValueError(
                 f"fp8flax.statistics needs the path of each op, and this {type(self).__name__} does not "
-                "know its path. Convert the model by fp8flax.nnx.quantize_model: ops that are there keep "
-                "their state and get their paths."
+                "know its path. Convert the model by fp8flax.quantize_model: ops that are there keep their "
+                "state and get their paths."
             )
         return tuple(self._scope.split("/")) if self._scope else (type(self).__name__,)
 
@@ -165,12 +151,10 @@ class Fp8Op(OpBase, nnx.Module):
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
-    Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``.
-    ``nnx.LinearGeneral`` has the same field. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which
-    gives each layer its own op; one instance would be shared, with its scales, by query, key and value.
-
-    Do not give the op as ``dot_general_cls``. NNX makes a new op at each call of such a layer, so the state
-    is lost, and the scales stay 1.
+    Give each layer an instance of its own, as ``dot_general=``; ``nnx.Linear`` and ``nnx.LinearGeneral``
+    take it. For ``nnx.MultiHeadAttention`` use ``quantize_model``: one instance would be shared, with its
+    scales, by query, key and value. A class as ``dot_general_cls=`` makes a new op at each call, so its
+    state is lost.
 
     The scaling state is in variables of the type ``OverwriteWithGradient``. The op has the variables of the
     recipe under which it was made.
@@ -181,11 +165,8 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
         >>> import fp8flax.nnx as fp8nnx
         >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 4))).shape
-        (2, 8)
         >>> layer.dot_general.kernel_amax_history.shape
         (1024,)
     """
@@ -197,22 +178,13 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
 
 
 class Fp8Einsum(EinsumCall, Fp8Op):
-    """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum``.
-
-    Give an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
-
-    Args:
-        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
+    """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum`` and ``Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
         >>> import fp8flax.nnx as fp8nnx
         >>> op = fp8nnx.Fp8Einsum()
         >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((1, 3, 2))).shape
-        (1, 3, 8, 4)
     """
 
     row = EINSUM
@@ -222,33 +194,20 @@ class Fp8Einsum(EinsumCall, Fp8Op):
 
 
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
-    """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
-
-    Give an instance to a layer:
-    ``nnx.Conv(…, conv_general_dilated=fp8flax.nnx.Fp8ConvGeneralDilatedOp())``.
-
-    Args:
-        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+    """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp`` and ``Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
         >>> import fp8flax.nnx as fp8nnx
         >>> op = fp8nnx.Fp8ConvGeneralDilatedOp()
         >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 16, 16, 3))).shape
-        (2, 4, 4, 8)
     """
 
     row = CONV
 
 
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
-    """FP8 matmul of a mixture of experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
-
-    Args:
-        num_experts: number of kernels, 1 or more.
-        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+    """FP8 matmul of a mixture of ``num_experts`` experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
 
     Example:
         >>> import jax.numpy as jnp

@@ -88,9 +88,9 @@ def value_and_grad(
     """
     single = not isinstance(argnums, Sequence)
     wanted: list[Any] = [argnums] if single else list(argnums)  # type: ignore[arg-type]
-    differentiated = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
-    positions = [d.argnum for d in differentiated]
-    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in differentiated]
+    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
+    positions = [d.argnum for d in wanted]
+    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted]
 
     @functools.wraps(f)
     def merged_f(*args: Any, **kwargs: Any) -> Any:
@@ -200,13 +200,12 @@ _WHAT_TO_CALL = (
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
-    ``grads`` are those that ``value_and_grad`` returned for the model. A state that no step can make of the
-    old one raises an error. Under ``jax.jit`` its scale becomes NaN instead, so that the next loss is NaN,
-    and ``check_state`` names the layer.
+    ``grads`` are those that ``value_and_grad`` returned for the model.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
-        ValueError: the gradient has no state, or the state of another model, or arithmetic changed it.
+        ValueError: the gradient has no state, or one that no step can make. Under ``jax.jit`` its scale
+            becomes NaN instead, so that the next loss is NaN, and ``check_state`` names the layer.
 
     Example:
         >>> from flax import nnx
@@ -229,12 +228,8 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 class Optimizer(nnx.Optimizer):
     """``nnx.Optimizer`` that updates the parameters and overwrites the FP8 scaling state.
 
-    Optax sees the variables of ``wrt``, and no scaling state: momentum, weight decay, clipping and norms
-    are those of the parameters. The state is replaced as in ``overwrite_state``.
-
-    Raises:
-        TypeError: ``model`` is not an NNX module, or ``tx`` is not an optimizer of Optax.
-        ValueError: ``wrt`` includes scaling state.
+    Optax sees the variables of ``wrt``, which must not include scaling state: momentum, weight decay,
+    clipping and norms are those of the parameters. The state is replaced as in ``overwrite_state``.
 
     Example:
         >>> from flax import nnx

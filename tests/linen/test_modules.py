@@ -18,17 +18,19 @@ from tests.cases import (
     CONTRACTIONS,
     NO_BATCH,
     OWG,
+    cells,
     data,
     error_of_product,
     init,
     make_step,
     name_of,
     normal,
+    variables_of,
 )
 
 # test_dot_general tests the three products of each contraction. Flax can neither scale a scalar cotangent
 # nor compute the amax of an empty tensor, and rounds scales to the dtype of the layer.
-IN_FLAX = ["matmul", "two contracting, crossed", "two batches, moved"]
+IN_FLAX = ["two contracting, crossed", "two batches, moved"]
 
 
 def flax_op(**kwargs):
@@ -69,8 +71,8 @@ def test_agrees_with_flax_over_steps(contraction):
 
 HYBRID, HYBRID_FNUZ = fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ
 OVER_STEPS = [
-    # test_defects tests the format E4M3_FNUZ
-    *(("direct", {}, each, jnp.float32) for each in fp8.Format if each != fp8.Format.E4M3_FNUZ),
+    # test_defects tests the formats E5M2 and E4M3_FNUZ
+    *(("direct", {}, each, jnp.float32) for each in (HYBRID, fp8.Format.E5M2_FNUZ)),
     ("direct", {}, HYBRID, jnp.bfloat16),
     ("direct", {"margin": 2}, HYBRID, jnp.float32),
     ("direct", {"algorithm": "most_recent"}, HYBRID_FNUZ, jnp.float32),
@@ -132,7 +134,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("layer", cells(LAYERS, repeated=["MultiHeadDotProductAttention"]))
 def test_injected_into_layers(layer):
     x = normal(0, 3, 5, 6)
     plain, with_fp8 = LAYERS[layer](), LAYERS[layer](dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -157,7 +159,7 @@ def test_injected_into_layers(layer):
         return jax.jit(grad(loss, has_aux=True))
 
     fp8_step = step(fp8.grad, with_fp8)
-    for _ in range(4):
+    for _ in range(2):
         grads, out = fp8_step(variables)
         variables = {"params": variables["params"], OWG: grads[OWG]}
     plain_grads, plain_out = step(jax.grad, plain)(plain_variables)
@@ -203,12 +205,9 @@ class TestFp8Einsum:
 
 def test_nanoo_uses_fnuz():
     x, w, dims = jnp.full((2, 3), 300.0), jnp.ones((3, 4)), (((1,), (0,)), NO_BATCH)
-    op = fp8.NANOOFp8DotGeneralOp()
-    out = op.apply(op.init(jax.random.key(0), x, w, dims), x, w, dims)
-    np.testing.assert_array_equal(out, np.full((2, 4), 3 * 240.0))
-    by_recipe = fp8.NANOOFp8DotGeneralOp(recipe=fp8.DelayedScaling())
-    out = by_recipe.apply(by_recipe.init(jax.random.key(0), x, w, dims), x, w, dims)
-    np.testing.assert_array_equal(out, np.full((2, 4), 3 * 288.0))
+    for op, largest in ((fp8.NANOOFp8DotGeneralOp(), 240.0), (fp8.Fp8DotGeneralOp(), 288.0)):
+        out = op.apply(op.init(jax.random.key(0), x, w, dims), x, w, dims)
+        np.testing.assert_array_equal(out, np.full((2, 4), 3 * largest))
 
 
 @pytest.fixture(scope="module")
@@ -232,16 +231,14 @@ def three_steps_of_flax():
         return gradients_of, variables, gradients(variables, 3)
 
 
-@pytest.mark.parametrize(("container", "form"), [("dict", "direct"), ("msgpack", "qdq")])
-def test_a_checkpoint_of_flax_continues(container, form, three_steps_of_flax):
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+def test_a_checkpoint_of_flax_continues(form, three_steps_of_flax):
     """After three steps with Flax's op, a step with our op equals a step with Flax's op."""
     gradients_of, variables, expected = three_steps_of_flax
     recipe = fp8.DelayedScaling(amax_history_len=4)
     ours = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))
-    if container == "msgpack":
-        template = jax.jit(ours.init)(jax.random.key(2), jnp.ones((8, 6)))
-        data = flax.serialization.to_bytes(variables)
-        variables = flax.serialization.from_bytes(template, data)
+    template = variables_of(ours, jnp.ones((8, 6)))
+    variables = flax.serialization.from_bytes(template, flax.serialization.to_bytes(variables))
     actual = gradients_of(ours)(variables, 3)
     if form == "qdq":  # the form of that op: bit for bit
         jax.tree.map(np.testing.assert_array_equal, actual[OWG], expected[OWG])
@@ -267,10 +264,9 @@ class TestArguments:
         )(self.x, self.w)
         assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
 
-    @pytest.mark.parametrize("bad", [jnp.int32, jnp.float8_e4m3fn, jnp.complex64])
-    def test_a_wrong_preferred_element_type_is_refused(self, bad):
+    def test_a_wrong_preferred_element_type_is_refused(self):
         with pytest.raises(TypeError, match="preferred_element_type"):
-            self.apply(self.x, self.w, self.dims, preferred_element_type=bad)
+            self.apply(self.x, self.w, self.dims, preferred_element_type=jnp.int32)
 
     @pytest.mark.parametrize(
         ("precision", "forward", "backward"),
@@ -297,8 +293,7 @@ class TestArguments:
             args = (self.x, self.w.astype(jnp.float32), self.dims)
             assert self.dtype_of(*args) == lax.dot_general(*args).dtype
 
-    @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn])
-    @pytest.mark.parametrize("side", ["lhs", "rhs"])
+    @pytest.mark.parametrize(("side", "dtype"), [("lhs", jnp.int32), ("rhs", jnp.float8_e4m3fn)])
     def test_other_operands_are_refused(self, side, dtype):
         operands = {"lhs": self.x, "rhs": self.w}
         operands[side] = operands[side].astype(dtype)

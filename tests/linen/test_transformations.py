@@ -2,7 +2,7 @@
 
 The loss is a sum with fixed weights, so the cotangents are exact. Products of FP8 values in few binades add
 up without rounding, so the order of a sum changes nothing. The results are therefore compared bit for bit
-or nearly so. Only attention has a larger tolerance, because of its softmax.
+or nearly so.
 """
 
 import functools
@@ -26,6 +26,7 @@ from tests.what_works import COLUMNS
 pytestmark = pytest.mark.newest
 
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
+TOLERANCE = 3e-6  # XLA may change the order of sums in float32
 
 
 class Own(nn.Module):
@@ -41,16 +42,9 @@ class Own(nn.Module):
         return op(x, kernel, dims) + op(2 * x, kernel, dims)
 
 
-def attention(op, name):
-    return nn.MultiHeadDotProductAttention(
-        num_heads=2, qkv_dot_general_cls=op, out_dot_general_cls=op, name=name
-    )
-
-
 LAYERS = {
     "Dense": lambda op, name: nn.Dense(WIDTH, dot_general_cls=op, name=name),
     "Einsum": lambda op, name: Einsum((WIDTH, WIDTH), "...d,de->...e", op, name=name),
-    "Attention": attention,
     "Own": lambda op, name: Own(op, name=name),
 }
 X, WEIGHTS = (normal(i, EXAMPLES, LENGTH, WIDTH) for i in (0, 1))
@@ -66,8 +60,6 @@ class Case:
         self.reference = LAYERS[layer](partial(op, form="qdq") if recipe == "delayed" else op, None)
         # This program is compiled once for most references.
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
-        # XLA may change the order of sums in float32.
-        self.tolerance = 0.05 if layer == "Attention" else 3e-6
         variables = [variables_of(self.layer, X, seed=seed) for seed in (10, 11, 12)]
         self.each = [self.advanced(v) for v in variables]
         self.variables = self.each[0]
@@ -114,12 +106,7 @@ class Case:
             a, b = np.asarray(a), np.asarray(b)
             assert a.shape == b.shape
             assert a.dtype == b.dtype
-            # The true gradient of the keys' bias is zero.
-            floor = 1e-3 if self.tolerance > 1e-3 else 1e-6
-            assert np.linalg.norm(a - b) <= self.tolerance * (np.linalg.norm(b) + floor)
-
-        def equal(a, b):
-            (close if self.tolerance > 1e-3 else np.testing.assert_array_equal)(a, b)
+            assert np.linalg.norm(a - b) <= TOLERANCE * (np.linalg.norm(b) + 1e-6)
 
         def split(tree):
             return {k: v for k, v in tree.items() if k != OWG}, tree.get(OWG, {})
@@ -129,7 +116,7 @@ class Case:
         (params, state), (expected_params, expected_state) = split(grads), split(expected_grads)
         assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
         jax.tree.map(close, params, expected_params)
-        jax.tree.map(equal, state, expected_state)
+        jax.tree.map(np.testing.assert_array_equal, state, expected_state)
 
 
 case = functools.cache(Case)
@@ -236,14 +223,11 @@ def vmap_over_examples(c):
 
 def nested_vmap(c):
     """Over the experts, whose state is their own, and over the examples, which share it."""
+    pairs = [a.reshape(2, 2, LENGTH, WIDTH) for a in (X, WEIGHTS)]
 
     def loss(stacked):
-        def of_expert(v):
-            return jnp.sum(jax.vmap(jax.vmap(partial(c.loss, v)))(pairs[0], pairs[1]))
+        return jnp.sum(jax.vmap(lambda v: jax.vmap(jax.vmap(partial(c.loss, v)))(*pairs))(stacked))
 
-        return jnp.sum(jax.vmap(of_expert)(stacked))
-
-    pairs = [a.reshape(2, 2, LENGTH, WIDTH) for a in (X, WEIGHTS)]
     each = [added_up([c.plain(v, x, w) for x, w in zip(X, WEIGHTS)]) for v in c.each]
     expected = sum(value for value, _ in each), jax.tree.map(lambda *g: jnp.stack(g), *(g for _, g in each))
     c.check(jax.jit(fp8.value_and_grad(loss))(c.stacked_variables), expected)
@@ -272,7 +256,7 @@ def while_loop_forward(c):
         return lax.while_loop(lambda ih: ih[0] < 2, lambda ih: (ih[0] + 1, c.apply(v, ih[1])), (0, X))[1]
 
     expected = c.composed([c.variables] * 2, X, WEIGHTS)[0]
-    assert abs(jnp.sum(loop(c.variables) * WEIGHTS) - expected) <= c.tolerance * (1 + abs(expected))
+    assert abs(jnp.sum(loop(c.variables) * WEIGHTS) - expected) <= TOLERANCE * (1 + abs(expected))
 
 
 def checkpoint_policies(c):
@@ -353,12 +337,9 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 # Dense with delayed scaling runs all transformations; each other layer and recipe runs some.
 OTHERS = {
     "`jax.jit`": ("Einsum", "delayed"),
-    "`nn.remat`": ("Dense", "axiswise"),
     "`nn.vmap` over experts": ("Dense", "block128"),
     "`jax.vmap` over examples": ("Own", "delayed"),
     "`lax.scan` over microbatches": ("Dense", "mxfp8"),
-    "`lax.cond`, in one branch": ("Dense", "current"),
-    "donated variables": ("Attention", "delayed"),
 }
 
 
@@ -366,10 +347,8 @@ def covered(layer, recipe, name):
     return (layer, recipe) in (("Dense", "delayed"), OTHERS.get(name))
 
 
-@pytest.mark.parametrize("recipe", COLUMNS)
-def test_forward_mode(recipe, cell, request):
-    if recipe not in ("delayed", "mxfp8"):
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=COLUMNS[1:]))
+def test_forward_mode(recipe, cell):
     c = case("Dense", recipe)
     tangent = jax.tree.map(jnp.ones_like, c.variables["params"])
 
@@ -379,35 +358,15 @@ def test_forward_mode(recipe, cell, request):
     params = c.variables["params"]
     for use in (
         lambda p: jax.jvp(apply, (p,), (tangent,)),
-        jax.jit(lambda p: jax.jvp(apply, (p,), (tangent,))),
         jax.jit(lambda p: jax.jvp(jax.checkpoint(apply), (p,), (tangent,))),
-        lambda p: jax.linearize(apply, p)[1](tangent),
         jax.jacfwd(apply),
     ):
         with pytest.raises(TypeError, match="forward-mode"):
             use(params)
-    with fp8.autocast(enabled=False):
-        kernel = {"kernel": jnp.eye(WIDTH)}
-        jax.jvp(lambda p: Own(fp8.Fp8DotGeneralOp).apply({"params": p}, X), (kernel,), (kernel,))
     cell("transformations", REFUSED[0], recipe, "refused (1)")
 
 
-def test_a_hessian_works_as_its_error_says():
-    c = case("Dense", "delayed")
-
-    def loss(layer, x):
-        return jnp.sum(jnp.sin(layer.apply(c.variables, x)))
-
-    for use in (jax.hessian, lambda f: jax.jit(jax.hessian(f))):
-        with pytest.raises(TypeError, match="form='qdq'"):
-            use(partial(loss, c.layer))(X[0])
-    of_reference = partial(loss, c.reference)
-    second = jax.jit(jax.jacrev(jax.grad(of_reference)))(X[0])
-    assert np.linalg.norm(second) > 0
-    np.testing.assert_allclose(jax.jit(jax.hessian(of_reference))(X[0]), second, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("recipe", COLUMNS)
+@pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=["current", "axiswise", "block128"]))
 def test_second_derivatives(recipe, cell):
     c = case("Dense", recipe)
 
@@ -426,23 +385,15 @@ def test_second_derivatives(recipe, cell):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("state", ["fresh", "calibrated", "trained"])
-@pytest.mark.parametrize("fp8_format", [fp8.Format.E4M3, fp8.Format.HYBRID])
-def test_second_derivatives_are_those_of_the_wide_model(fp8_format, state):
+def test_second_derivatives_are_those_of_the_wide_model():
     """A Hessian-vector product and a gradient penalty are right but for the rounding to FP8."""
-    recipe = fp8.DelayedScaling(fp8_format=fp8_format, amax_history_len=4)
-    op = partial(fp8.Fp8DotGeneralOp, recipe=recipe, form="qdq")
+    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4), form="qdq")
     x = normal(0, 32, 16)
     model, wide = (
         nn.Sequential((nn.Dense(32, dot_general_cls=cls), nn.tanh, nn.Dense(1, dot_general_cls=cls)))
         for cls in (op, None)
     )
-    variables = variables_of(model, x)
-    if state == "calibrated":
-        variables = fp8.calibrate(model.apply, variables, [x])
-    for _ in range(2 if state == "trained" else 0):
-        grads = fp8.grad(lambda v: jnp.sum(model.apply(v, x)))(variables)
-        variables = {**variables, OWG: grads[OWG]}
+    variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
     # So large that FP8 could not hold the derivatives along it.
     tangent = jax.tree.map(lambda p: 1e4 * normal(p.size, *p.shape), variables["params"])
 

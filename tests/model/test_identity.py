@@ -24,24 +24,6 @@ def close(actual, expected, tolerance=0.1):
     assert error < tolerance, error
 
 
-class OtherInTraining(nn.Module):
-    """A model that in training first multiplies by one more kernel, a large one."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        a, b = self.param("a", init, (8, 8)), self.param("b", init, (8, 8))
-        if train:
-            x = x + 0 * (1e4 * x @ (1e4 * a))
-        return x @ b
-
-
-class ByFlag(nn.Module):
-    @nn.compact
-    def __call__(self, x, large):
-        a, b = self.param("a", init, (8, 8)), self.param("b", init, (8, 8))
-        return x @ (1e6 * a if large else b)
-
-
 class EncoderDecoder(nn.Module):
     """Raw kernels in several methods, and a cached pass that computes fewer of them."""
 
@@ -70,46 +52,6 @@ class BesideGiven(nn.Module):
         return fp8.Fp8DotGeneralOp()(x, w, dims) @ (1e5 * kernel)
 
 
-class Sliced(nn.Module):
-    """A parameter of three kernels, split; one of two layers, stacked; one that is also transposed."""
-
-    @nn.compact
-    def __call__(self, x, only_last=False):
-        qkv = self.param("qkv", init, (8, 24))
-        layers = self.param("layers", init, (2, 8, 8))
-        tied = self.param("tied", init, (8, 8))
-        if only_last:
-            return x @ layers[1] @ tied.T
-        q, k, v = jnp.split(qkv, 3, axis=1)
-        x = x @ q + 1e3 * x @ k + x @ v
-        return (x @ layers[0]) @ layers[1] @ tied @ tied.T
-
-
-def test_a_contraction_in_training_alone():
-    model, x = OtherInTraining(), normal(0, 4, 8)
-    model8 = fp8.quantize_model(model, **ALL)
-    variables = variables_of(model8, x, True)
-    assert names(variables) == ["Fp8DotGeneralOp_a", "Fp8DotGeneralOp_b"]
-    loss = fp8.value_and_grad(lambda v: jnp.mean(model8.apply(v, x, True) ** 2))
-    for _ in range(2):
-        variables = {**variables, OWG: loss(variables)[1][OWG]}
-    close(model8.apply(variables, x, False), model.apply({"params": variables["params"]}, x, False))
-
-
-def test_two_kernels_by_a_flag():
-    model, x = ByFlag(), normal(0, 4, 8)
-    model8 = fp8.quantize_model(model, **ALL)
-    variables, others = (model8.init(jax.random.key(0), x, large) for large in (True, False))
-    variables = {**variables, OWG: {**variables[OWG], **others[OWG]}}
-
-    def fun(variables, x):
-        return model8.apply(variables, x, True), model8.apply(variables, x, False)
-
-    variables = fp8.calibrate(fun, variables, [x])
-    for large in (True, False):
-        close(model8.apply(variables, x, large), model.apply({"params": variables["params"]}, x, large))
-
-
 def test_methods_and_a_cached_pass():
     model, x = EncoderDecoder(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
@@ -129,21 +71,6 @@ def test_beside_an_op_that_was_given():
     assert names(variables) == ["Fp8DotGeneralOp_0", "Fp8DotGeneralOp_kernel"]
     params = variables["params"]
     close(model8.apply(variables, x), x @ params["w"] @ (1e5 * params["kernel"]))
-
-
-def test_parts_of_a_parameter():
-    model, x = Sliced(), normal(0, 4, 8)
-    model8 = fp8.quantize_model(model, **ALL)
-    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
-    ends = [name.removeprefix("Fp8DotGeneralOp_") for name in names(variables)]
-    parts = ["qkv-axis1-0-8", "qkv-axis1-16-24", "qkv-axis1-8-16"]
-    assert ends == ["layers-axis0-0", "layers-axis0-1", *parts, "tied", "tied-T"]
-    plain = {"params": variables["params"]}
-    close(model8.apply(variables, x), model.apply(plain, x), 0.15)
-    # Each slice has its own state; the data of some slices is a thousand times as large.
-    with pytest.warns(UserWarning, match="were not calibrated"):
-        only = fp8.calibrate(lambda v, x: model8.apply(v, x, True), variables, [x])
-    close(model8.apply(only, x, True), model.apply(plain, x, True))
 
 
 def test_one_kernel_used_twice_has_one_state():
@@ -166,6 +93,7 @@ PARTS = {
     "w-T": lambda x, w: x @ w.T,
     "w-axis0-0-4": lambda x, w: x[:, :4] @ w[:4],
     "w-axis1-0-4": lambda x, w: x @ w[:, :4],
+    "w-axis1-4-8": lambda x, w: x @ jnp.split(w, 2, axis=1)[1],
     "w-axis1-0-4-T": lambda x, w: x[:, :4] @ w[:, :4].T,
     "w-8x2x4-axis1-1": lambda x, w: x @ w.reshape(8, 2, 4)[:, 1],
     "w-T-8x2x4-axis1-1": lambda x, w: x @ w.T.reshape(8, 2, 4)[:, 1],
@@ -232,7 +160,7 @@ class SignGrad(nn.Module):
 def test_in_nn_custom_vjp():
     """An op in ``nn.custom_vjp`` is refused; left wide, the layer has the derivative of the model."""
     model, x = SignGrad(), normal(0, 4, 8)
-    with pytest.raises(ValueError, match="'second' is inside of nn.custom_vjp.*exclude='second'"):
+    with pytest.raises(ValueError, match="'second' .*custom_vjp.*exclude='second'"):
         fp8.quantize_model(model, **ALL).init(jax.random.key(0), x)
     model8 = fp8.quantize_model(model, **ALL, exclude="second")
     variables = variables_of(model8, x)
@@ -260,18 +188,14 @@ class LooksAtItself(nn.Module):
         return y + one.apply({"params": stepped}, x), penalty
 
 
-@pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_model_sees_its_own_parameters(frozen, jit):
+def test_a_model_sees_its_own_parameters():
     model, x = LooksAtItself(), normal(0, 4, 8)
-    model8 = fp8.quantize_model(model, **ALL, exclude="one" if frozen else ())
+    model8 = fp8.quantize_model(model, **ALL)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
-    plain = {"params": variables["params"]}
-    if frozen:
-        model8, variables = fp8.freeze(model8, variables, x)
-    run = jax.jit(model8.apply) if jit else model8.apply
-    (y, penalty), (expected, of_all) = run(variables, x), model.apply(plain, x)
+    (y, penalty), (expected, of_all) = (
+        model8.apply(variables, x),
+        model.apply({"params": variables["params"]}, x),
+    )
     np.testing.assert_allclose(penalty, of_all, rtol=1e-6)
     close(y, expected)
 

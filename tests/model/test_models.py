@@ -57,15 +57,6 @@ def over_examples(loss, variables, x):
     return jnp.mean(jax.vmap(lambda one: loss(variables, one[None]))(x))
 
 
-def over_microbatches(loss, variables, x):
-    parts = x.reshape(2, 1, *x.shape[1:])
-    return lax.scan(lambda total, part: (total + loss(variables, part), None), 0.0, parts)[0]
-
-
-def recomputed(loss, variables, x):
-    return jax.checkpoint(loss)(variables, x)
-
-
 def on_devices(loss, variables, x):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -91,7 +82,7 @@ class Two(nn.Module):
         return op(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-@pytest.mark.parametrize("around", [over_examples, over_microbatches, recomputed, on_devices])
+@pytest.mark.parametrize("around", [over_examples, on_devices])
 def test_under_a_transformation(around):
     """Loss, gradients and state equal those with ops set by hand, to the last bit."""
     x = normal(0, 2, 4, 8)
@@ -116,9 +107,8 @@ def test_a_recurrent_cell():
     assert_same(model8.init(jax.random.key(1), x), variables)
     wide, narrow = model.apply(variables, x), jax.jit(model8.apply)(variables, x)
     assert 0 < np.linalg.norm(wide - narrow) / np.linalg.norm(wide) < 0.1
-    delayed = fp8.quantize_model(model, **ALL)
-    state = flat(delayed.init(jax.random.key(1), x)[OWG])
     # Linen computes the four gates in one matmul of the input and one of the carry.
+    state = flat(variables_of(fp8.quantize_model(model, **ALL), x)[OWG])
     assert len(state) == 2 * 6
     assert {leaf.shape for leaf in state.values()} == {(1,), (1024,)}
 
@@ -176,28 +166,10 @@ class TestLikeTheModel:
         np.testing.assert_allclose(out, plain, atol=0.3)
         assert not np.array_equal(out, plain)
 
-    def test_rngs(self, model8, variables):
-        def zeros(model, variables, seed):
-            _, changed = model.apply(variables, self.x, mutable=["batch_stats", "intermediates"])
-            z = changed["intermediates"]["z"][0]
-            rngs = {"dropout": jax.random.key(seed)}
-            bound = model.bind(variables, rngs=rngs)
-            return bound.decode(jnp.ones_like(z), train=True)
-
-        one, same, other = (zeros(model8, variables, seed) for seed in (1, 1, 2))
-        np.testing.assert_array_equal(one, same)
-        assert (one != other).any()
-        expected = zeros(self.model, {k: v for k, v in variables.items() if k != OWG}, 1)
-        np.testing.assert_allclose(one, expected, atol=0.2)
-
-    def test_tabulate_and_summary(self, model8):
+    def test_tabulate(self, model8):
         table = model8.tabulate(jax.random.key(0), self.x, console_kwargs={"width": 200})
         for word in ("encoder", "decoder", "batch_stats", OWG, "Everything"):
             assert word in table
-        shapes = jax.eval_shape(model8.init, jax.random.key(0), self.x)
-        lazily = model8.lazy_init(jax.random.key(0), jax.ShapeDtypeStruct(self.x.shape, self.x.dtype))
-        assert_same(lazily, model8.init(jax.random.key(0), self.x))
-        assert jax.tree.structure(shapes) == jax.tree.structure(lazily)
 
     def test_it_is_a_value(self, model8):
         again = fp8.quantize_model(Everything(), **ALL)
@@ -205,8 +177,6 @@ class TestLikeTheModel:
         assert hash(again) == hash(model8)
         assert isinstance(model8, Everything)
         assert model8 != fp8.quantize_model(Everything(), include="decoder")
-        assert type(model8.clone()) is type(model8)
-        assert repr(model8).startswith("Everything(")
 
     @pytest.mark.long
     def test_autocast(self, model8, variables):
@@ -219,19 +189,6 @@ class TestLikeTheModel:
             assert OWG not in model8.init(jax.random.key(0), self.x)
 
 
-class Repeated(nn.Module):
-    """One layer called twice, and one whose parameter two methods use."""
-
-    def setup(self):
-        self.layer = nn.Dense(8)
-
-    def other(self, x):
-        return self.layer(x)
-
-    def __call__(self, x):
-        return self.other(self.layer(x))
-
-
 class OneElement(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -239,46 +196,30 @@ class OneElement(nn.Module):
         return nn.Dense(8, name="last")(x @ self.param("w", nn.initializers.lecun_normal(), (8, 1)))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("apply", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_inputs_of_one_element_are_inputs(apply, request):
+def test_inputs_of_one_element_are_inputs():
     """One token of one sequence has one element, and still is no constant of the model."""
-    if apply is not jax.jit:
-        request.getfixturevalue("_all_cells")
     model8 = fp8.quantize_model(OneElement(), **ALL)
-    one, many = (apply(model8.init)(jax.random.key(0), jnp.zeros(s, jnp.int32)) for s in ((1, 1), (2, 3)))
+    one, many = (variables_of(model8, jnp.zeros(shape, jnp.int32)) for shape in ((1, 1), (2, 3)))
     assert_same(one, many)
     assert set(one[OWG]) == {"Dense_0", "Fp8DotGeneralOp_w", "last"}
-    variables = fp8.calibrate(model8.apply, one, [jnp.arange(4)[:, None]])
-    serve, served = fp8.freeze(model8, variables)
-    token = jnp.ones((1, 1), jnp.int32)
-    expected = apply(model8.apply)(variables, token)
-    np.testing.assert_array_equal(apply(serve.apply)(served, token), expected)
 
 
-@pytest.mark.long
 def test_variables_of_numpy():
     """Variables are NumPy arrays, as ``flax.serialization`` restores them, in a call without jit."""
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
     variables = variables_of(model8, x)
-    variables = fp8.calibrate(model8.apply, variables, [x])
     expected = model8.apply(variables, x)
     assert (expected != Own().apply({"params": variables["params"]}, x)).any()
     np.testing.assert_array_equal(model8.apply(jax.tree.map(np.asarray, variables), x), expected)
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(serve.apply(jax.tree.map(np.asarray, served), x), expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("normalization", [nn.WeightNorm, nn.SpectralNorm])
-def test_normalized_weights(normalization):
+def test_normalized_weights():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            wrapped = normalization(nn.Dense(8))
-            options = {"update_stats": True} if normalization is nn.SpectralNorm else {}
-            return wrapped(x, **options)
+            return nn.SpectralNorm(nn.Dense(8))(x, update_stats=True)
 
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Model(), **ALL)
@@ -290,12 +231,6 @@ def test_normalized_weights(normalization):
     variables = fp8.calibrate(lambda v, x: run(v, x)[0], variables, [x])
     out, wide = run(variables, x)[0], Model().apply(expected, x, mutable=["batch_stats"])[0]
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
-
-
-def test_a_layer_called_twice_has_two_ops():
-    x = normal(0, 4, 8)
-    by_hand = fp8.quantize_model(Repeated(), **ALL).init(jax.random.key(0), x)
-    assert set(by_hand[OWG]["layer"]) == {"Fp8DotGeneralOp_0"}
 
 
 class AppliedApart(nn.Module):
@@ -316,19 +251,19 @@ def test_a_module_with_variables_of_its_own():
     assert set(variables[OWG]) == {"Dense_0"}
     _, left = fp8.report(model8, tokens).rows
     assert "applied to variables of its own" in left.reason
-    _, served = fp8.freeze(model8, fp8.calibrate(model8.apply, variables, [tokens]))
-    assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
-    assert served["params"]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.long
 def test_products():
+    """Attention's own two products are converted on demand; their ops are numbered."""
     x = normal(0, 2, 4, 8)
+    left = fp8.report(fp8.quantize_model(Attention(), **ALL), x)
+    assert {(r.batch, r.m, r.k, r.n) for r in left.rows if not r.converted} == {(4, 4, 4, 4)}
     model8 = fp8.quantize_model(Attention(), products=True, **ALL)
     variables = variables_of(model8, x)
     ops = {path.rpartition("/")[0].rpartition("/")[2] for path in flat(variables[OWG])}
     assert ops == {"Fp8DotGeneralOp_0", "Fp8DotGeneralOp_product_0", "Fp8DotGeneralOp_product_1"}
-    (_, out), (_, wide) = steps([model8, Attention()], variables, x)
+    out = model8.apply(variables, x)
+    wide = Attention().apply({"params": variables["params"]}, x)
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
 
 
@@ -348,6 +283,8 @@ class TestErrors:
             fp8.quantize_model(Pretrained())
         with pytest.raises(TypeError, match="recipe"):
             fp8.quantize_model(nn.Dense(4), "delayed")
+        with pytest.raises(TypeError, match="takes no inputs"):
+            fp8.quantize_model(nn.Dense(4), self.x)
 
     def test_a_bound_or_converted_model(self):
         variables = variables_of(nn.Dense(4), self.x)
@@ -356,40 +293,19 @@ class TestErrors:
         with pytest.raises(ValueError, match="Dense is converted already"):
             fp8.quantize_model(fp8.quantize_model(nn.Dense(4), **ALL))
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"include": ["Dens_0", ".*"]}, {"exclude": "Dens_0"}, {"rules": [("Dens_0", "leave")]}],
-        ids=lambda options: next(iter(options)),
-    )
-    def test_a_pattern_that_matches_nothing(self, options):
-        model8 = fp8.quantize_model(Layers(), **{**ALL, **options})
-        with pytest.raises(
-            ValueError,
-            match="'Dens_0'.*DenseGeneral_0, Dense_0",
-        ):
-            model8.init(jax.random.key(0), self.x)
-        lenient = {**ALL, **options, "allow_unmatched": True}
-        assert OWG in fp8.quantize_model(Layers(), **lenient).init(jax.random.key(0), self.x)
-
-    @pytest.mark.parametrize("include", [".*", None])
-    def test_layers_with_ops_of_flax(self, include):
-        model8 = fp8.quantize_model(nn.Dense(64, dot_general_cls=nn.Fp8DirectDotGeneralOp), include=include)
-        with pytest.raises(ValueError, match="dot_general_cls"):
-            model8.init(jax.random.key(0), self.x)
+    def test_a_pattern_that_matches_nothing(self):
+        unmatched = {"exclude": "Dens_1", "rules": [("Dens_2", "leave")], "include": ["Dens_3", ".*"]}
+        with pytest.raises(ValueError, match="Dens_1.*Dens_2.*Dens_3.*DenseGeneral_0, Dense_0"):
+            fp8.quantize_model(Layers(), **unmatched).init(jax.random.key(0), self.x)
+        lenient = fp8.quantize_model(Layers(), **unmatched, allow_unmatched=True)
+        assert OWG in lenient.init(jax.random.key(0), self.x)
 
     def test_nothing_is_converted(self):
         model8 = fp8.quantize_model(Layers())
         with pytest.raises(ValueError, match="a size below 16"):
             model8.init(jax.random.key(0), self.x)
-        # No warning for other methods, because a model may have one without matmuls.
-        model8 = fp8.quantize_model(Repeated(), include="layer")
-        assert OWG in model8.init(jax.random.key(0), self.x)
-
-    def test_a_recipe_that_does_not_fit(self):
-        recipe = fp8.Float8CurrentScaling(granularity="axiswise")
-        model8 = fp8.quantize_model(nn.Conv(8, (3, 3)), recipe, **ALL)
-        with pytest.raises(ValueError, match="axiswise"):
-            model8.init(jax.random.key(0), np.ones((1, 4, 4, 8), np.float32))
+        with pytest.raises(ValueError, match="no contraction"):
+            fp8.quantize_model(nn.LayerNorm()).init(jax.random.key(0), self.x)
 
     def test_state_is_missing(self):
         model8 = fp8.quantize_model(nn.Dense(4), **ALL)
@@ -429,30 +345,3 @@ def test_nothing_of_a_model_is_kept(jit):
     for _ in range(3):
         gc.collect()
     assert [ref() for ref in refs] == [None] * 4
-
-
-@pytest.mark.long
-def test_unjitted_calls_compile_nothing_anew():
-    x = normal(0, 4, 8)
-    model8 = fp8.quantize_model(Own(), **ALL)
-    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
-    serve, served = fp8.freeze(model8, variables)
-    calls = (
-        lambda: model8.apply(variables, x),
-        lambda: fp8.grad(lambda v: jnp.sum(model8.apply(v, x)))(variables),
-        lambda: serve.apply(served, x),
-    )
-    for call in calls * 2:
-        call()
-    compiled = []
-
-    def listen(event, seconds, **kwargs):
-        compiled.extend([event] * event.endswith("backend_compile_duration"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for call in calls * 5:
-            call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compiled

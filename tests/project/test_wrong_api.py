@@ -127,25 +127,6 @@ MISTAKES = {
     "an op of the other API": [
         (lambda: init(with_op(fp8nnx.Fp8DotGeneralOp)), TypeError, "the Linen op"),
         (lambda: init(nn.Dense(8, dot_general=fp8nnx.Fp8DotGeneralOp())), TypeError, "the Linen op"),
-        (lambda: linear(dot_general=fp8.Fp8DotGeneralOp())(X), TypeError, r"fp8flax\.nnx\.Fp8DotGeneralOp"),
-        (lambda: linear(dot_general=fp8.DelayedScaling())(X), TypeError, "not callable"),
-    ],
-    "an op in the wrong place": [
-        *(
-            (lambda op=op: init(nn.Dense(4, dot_general=op)), TypeError, "dot_general_cls=")
-            for op in (
-                *(fp8.Fp8DotGeneralOp, fp8.NANOOFp8DotGeneralOp, fp8.Fp8DirectDotGeneralOp),
-                partial(fp8.Fp8DotGeneralOp, recipe=CURRENT),
-            )
-        ),
-        (lambda: init(with_op(fp8.Fp8DotGeneralOp())), TypeError, "dot_general_cls="),
-        (
-            lambda: init(nn.Conv(4, (1,), conv_general_dilated=fp8.Fp8ConvGeneralDilatedOp), X[None]),
-            TypeError,
-            "conv_general_dilated_cls=",
-        ),
-        (lambda: fp8.Fp8Einsum("ab,bc->ac", X, X.T), TypeError, r"Fp8Einsum\(\)"),
-        (lambda: fp8.Fp8RaggedDotOp(X, X[None].mT, jnp.array([4])), TypeError, r"Fp8RaggedDotOp\(\)"),
     ],
     "an optimizer": [
         (lambda: create(tx=optax.adam), TypeError, r"optax\.adam\(1e-3\)"),

@@ -94,7 +94,7 @@ def compressed(strategy, **options):
     }
 
 
-# name: (tensors beside up.weight, quantization_config, block, expected)
+# name: (tensors beside up.weight, quantization_config, block, expected); tests/serve/files has more.
 FORMATS = {
     "deepseek": ({"weight_scale_inv": RAGGED}, BLOCKS, (128, 128), in_blocks(UP, RAGGED, 128, 128)),
     "deepseek, no config": (
@@ -109,47 +109,17 @@ FORMATS = {
         (128, 128),
         in_blocks(UP, RAGGED.astype(ml_dtypes.bfloat16), 128, 128),
     ),
-    "deepseek, ue8m0": (
-        {"weight_scale_inv": MX[:2, :3].view(E8M0)},
-        {**BLOCKS, "scale_fmt": "ue8m0"},
-        (128, 128),
-        in_blocks(UP, MX[:2, :3].view(E8M0), 128, 128),
-    ),
     "transformers, per tensor": (
         {"weight_scale_inv": np.float32(0.3), "activation_scale": np.float32(0.7)},
         {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
         (200, 300),
         UP.astype(np.float32) * np.float32(0.3),
     ),
-    "compressed-tensors, tensor": (
-        {"weight_scale": scales_of(4, 1), "input_scale": scales_of(5, 1)},
-        compressed("tensor"),
-        (200, 300),
-        UP.astype(np.float32) * scales_of(4, 1),
-    ),
-    "compressed-tensors, channel": (
-        {"weight_scale": scales_of(6, 200, 1, dtype=ml_dtypes.bfloat16)},
-        compressed("channel"),
-        (1, 300),
-        in_blocks(UP, scales_of(6, 200, 1, dtype=ml_dtypes.bfloat16), 1, 300),
-    ),
-    "compressed-tensors, block": (
-        {"weight_scale": scales_of(7, 4, 7)},
-        compressed("block", block_structure=[64, 48]),
-        (64, 48),
-        in_blocks(UP, scales_of(7, 4, 7), 64, 48),
-    ),
     "compressed-tensors, block as text": (
         {"weight_scale": scales_of(7, 4, 7)},
         compressed("block", block_structure="64x48"),
         (64, 48),
         in_blocks(UP, scales_of(7, 4, 7), 64, 48),
-    ),
-    "compressed-tensors, MXFP8": (
-        {"weight_scale": MX},
-        compressed("group", group_size=32) | {"format": "mxfp8-quantized"},
-        (1, 32),
-        in_blocks(UP, np.exp2(MX.astype(np.float32) - 127), 1, 32),
     ),
     "MXFP8, no config": (
         {"weight_scale": MX.view(E8M0)},
@@ -169,15 +139,9 @@ FORMATS = {
         (128, 128),
         in_blocks(UP, RAGGED, 128, 128),
     ),
-    "fbgemm": (
-        {"weight_scale": scales_of(8, 200, 1)},
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-        (1, 300),
-        in_blocks(UP, scales_of(8, 200, 1), 1, 300),
-    ),
-    "a scale of one dimension": (
+    "fbgemm, one dimension": (
         {"weight_scale": scales_of(8, 200)},
-        None,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         (1, 300),
         in_blocks(UP, scales_of(8, 200, 1), 1, 300),
     ),
@@ -224,43 +188,22 @@ def test_float64_is_computed_in_float64(tmp_path):
 
 
 def test_torchao(tmp_path):
-    """Float8Tensor: the metadata describe two tensors, whose names begin with an underscore."""
-    kind = {
-        "_type": "Float8Tensor",
-        "_data": {"block_size": [1, 300]},
-        "_tensor_data_names": ["qdata", "scale"],
-    }
+    """A weight is two tensors, whose names begin with an underscore."""
     tensors = {"a._weight_qdata": UP, "a._weight_scale": scales_of(1, 200, 1), "a.bias": scales_of(2, 200)}
-    metadata = {
-        "a.weight": json.dumps(kind),
-        "a.bias": '{"_type": "Tensor"}',
-        "tensor_names": '["a.weight", "a.bias"]',
-        "format": "pt",
-    }
-    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", tensors, metadata))
+    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", tensors))
     assert sorted(checkpoint) == ["a.bias", "a.weight"]
     expected = in_blocks(UP, scales_of(1, 200, 1), 1, 300)
     np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
-    for change in (
-        {"_type": "Int4Tensor"},
-        {"_data": {"block_size": [1, 150]}},
-        {"_data": {"block_size": [0, 1]}},
-    ):
-        changed = {**metadata, "a.weight": json.dumps({**kind, **change})}
-        with pytest.raises(ValueError, match=r"'a\.weight'"):
-            fp8.read_checkpoint(write(tmp_path / "b", tensors, changed))
     for name, array in (("a.weight", UP), ("a._weight_qdata", UP.view(np.int8))):
         with pytest.raises(ValueError, match=r"'a\.weight' (is there twice|must have codes in FP8)"):
-            fp8.read_checkpoint(write(tmp_path / "b", {**tensors, name: array}, metadata))
+            fp8.read_checkpoint(write(tmp_path / "b", {**tensors, name: array}))
 
 
 @pytest.mark.parametrize(
     ("scale", "block"),
     [
         (scales_of(1, 3, 2, 1), (1, 128, 128)),
-        (scales_of(1, 3, 130, 1), (1, 1, 40)),
         (scales_of(1, 3, 1, 40), (1, 130, 1)),
-        (scales_of(1, 3, 1), (1, 130, 40)),
         (scales_of(1, 3), (1, 130, 40)),
         (scales_of(1, 1), (3, 130, 40)),
     ],
@@ -415,7 +358,7 @@ def test_headers_that_are_too_long(tmp_path):
             fp8.read_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         fp8.read_checkpoint(tmp_path / "b")
-    with pytest.raises(FileNotFoundError, match="it has neither"):
+    with pytest.raises(FileNotFoundError):
         fp8.read_checkpoint(tmp_path)
 
 
@@ -434,8 +377,6 @@ def test_a_file_that_becomes_shorter(tmp_path):
             None,
             r"'a\.weight' has the shape \[2, 2\]",
         ),
-        ({"a.weight": UP, "a.weight_scale": scales_of(0, 300)}, None, r"'a\.weight' has the shape \[300\]"),
-        ({"a.weight": UP, "a.weight_scale": scales_of(0, 0)}, None, r"'a\.weight' has the shape \[0\]"),
         (
             {"a.weight": UP, "a.weight_scale": RAGGED},
             {"weight_block_size": [64, 64]},
@@ -443,11 +384,6 @@ def test_a_file_that_becomes_shorter(tmp_path):
         ),
         ({"a.weight": UP, "a.weight_scale": MX[:2, :3]}, None, r"'a\.weight' has the shape"),
         ({"a.weight": UP, "a.weight_scale": np.int32([1])}, None, r"scale of 'a\.weight' is int32"),
-        (
-            {"a.weight": UP, "a.weight_scale": scales_of(0, 1, dtype=np.float64)},
-            None,
-            r"'a\.weight' is float64",
-        ),
         (
             {"a.weight": UP, "a.weight_scale": RAGGED, "a.weight_scale_inv": RAGGED},
             None,
@@ -463,19 +399,15 @@ def test_a_file_that_becomes_shorter(tmp_path):
             None,
             r"'a\.weight_scale' belongs",
         ),
-        ({"a.weight": UP.view(np.uint8), "a.weight_scale": UP}, None, r"'a\.weight_scale' belongs"),
         ({"a.weight_packed": UP.view(np.int8)}, None, r"'a\.weight_packed' belongs"),
         ({"a.weight_scale": scales_of(0, 1)}, None, r"'a\.weight_scale' belongs"),
         (TWO, {"quant_method": "gptq"}, "quant_method 'gptq'"),
-        (TWO, {"quant_method": ["fp8"]}, "quant_method"),
         (TWO, {"weight_block_size": [0, 128]}, "size of a block"),
-        (TWO, {"weight_block_size": "128"}, "size of a block"),
-        (TWO, compressed("block", block_structure="9" * 5000 + "x1"), "size of a block"),
+        (TWO, {"weight_block_size": "128"}, "cannot be read"),
+        (TWO, compressed("block", block_structure="9" * 5000 + "x1"), "cannot be read"),
         (TWO, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (TWO, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        (TWO, {"config_groups": [1]}, "cannot be read"),
         (TWO, {"config_groups": {"g": 1}}, "cannot be read"),
-        (TWO, {"sparsity_config": [1]}, "cannot be read"),
         (TWO, [1], "cannot be read"),
     ],
 )
@@ -494,13 +426,11 @@ def test_two_block_sizes_that_both_fit_are_refused(tmp_path):
 
 NO_NAMES = [
     "../model-1.safetensors",
-    "/etc/passwd",
     "..",
     "a\0b",
     3,
     "x" * 5000,
     "\ud800",
-    "model-3.safetensors",
 ]
 
 
@@ -532,16 +462,8 @@ def test_a_single_file_beside_an_index(tmp_path):
     assert "b" in fp8.read_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_a_name_in_two_files(tmp_path):
+def test_damaged_indexes(tmp_path):
     sharded(tmp_path)
-    tensors = {
-        "up.weight": codes_of(1, 40, 96),
-        "norm.weight": scales_of(2, 5),
-        "down.weight": codes_of(4, 9, 40),
-    }
-    write(tmp_path / "model-1.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"disagree on whether \['down\.weight'\]"):
-        fp8.read_checkpoint(tmp_path)
     for text, match in (
         ('{"weight_map": 3}', "must have a weight_map"),
         ("[]", "must be an object"),
@@ -655,15 +577,6 @@ def test_memory(tmp_path):
     read, kilobytes = map(int, done.stdout.split())
     assert read == 2**31
     assert kilobytes < 400_000, kilobytes
-
-
-def test_what_save_safetensors_of_the_library_writes(tmp_path):
-    """The files of the format's library are read, in its order and with its padding."""
-    safetensors.numpy.save_file(TWO, tmp_path / "a")
-    checkpoint = fp8.read_checkpoint(tmp_path / "a")
-    expected = TWO["a.weight"].astype(np.float32) * TWO["a.weight_scale"]
-    np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
-    np.testing.assert_array_equal(checkpoint["b"], TWO["b"])
 
 
 WRITTEN = sorted(path for path in (Path(__file__).parent / "files").iterdir() if path.is_dir())

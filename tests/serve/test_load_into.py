@@ -1,17 +1,14 @@
 """Checkpoints go into the variables of models: dequantized into wide ones, bit for bit into frozen ones."""
 
 import json
-import warnings
 from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -19,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._serve.checkpoints import CheckpointTensor
 from tests.cases import OWG, RECIPES, assert_same, normal
 from tests.models import trained
 from tests.serve.net import X, frozen_net
@@ -48,17 +44,10 @@ def wide_kernel(params, name, scale_rows, scale_columns):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("rename", [None, TO_HUB], ids=["own names", "renamed"])
-@pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
-def test_own_files(recipe, rename, tmp_path, request):
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128", "mxfp8"])
+def test_own_files(recipe, tmp_path):
     """The file of a frozen model loads bit for bit into that model, and dequantized into a wide one."""
-    if (recipe, rename) not in (
-        ("delayed", TO_HUB),
-        ("axiswise", TO_HUB),
-        ("block128", None),
-        ("mxfp8", TO_HUB),
-    ):
-        request.getfixturevalue("_all_cells")
+    rename = None if recipe == "block128" else TO_HUB
     _, variables, model, served = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", model, served, rename=rename)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
@@ -76,8 +65,7 @@ def test_own_files(recipe, rename, tmp_path, request):
     assert_same(loaded.get(OWG, {}), target.get(OWG, {}))
 
 
-@pytest.mark.parametrize("recipe", ["current", "axiswise"])
-def test_stacked_layers(recipe, tmp_path):
+def test_stacked_layers(tmp_path):
     """A file of layers that ``nn.scan`` stacked loads into the same stack."""
 
     class Stack(nn.Module):
@@ -91,7 +79,7 @@ def test_stacked_layers(recipe, tmp_path):
         def __call__(self, x, _):
             return nn.Dense(64, name="dense")(x), None
 
-    model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
+    model8, variables = trained(Stack(), X, recipe=RECIPES["axiswise"])
     model, served = fp8.freeze(model8, variables)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
@@ -104,20 +92,10 @@ def test_stacked_layers(recipe, tmp_path):
     np.testing.assert_array_equal(loaded, expected)
 
 
-def test_a_slash_in_the_name_of_a_module(tmp_path):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(16, name="a/b")(x)
-
-    model8, variables = trained(Model(), X, recipe=RECIPES["current"])
-    model, served = fp8.freeze(model8, variables)
-    fp8.save_safetensors(tmp_path / "a", model, served)
-    assert_same(fp8.load_into(zeros_like(served), fp8.read_checkpoint(tmp_path / "a")), served)
-
-
-@pytest.mark.parametrize("recipe", ["axiswise", "block128"])
-@pytest.mark.parametrize("equation", ["bi,oi->bo", "bi,hio->bho", "bi,iho->bho"])
+@pytest.mark.parametrize(
+    ("equation", "recipe"),
+    [("bi,oi->bo", "axiswise"), ("bi,hio->bho", "block128"), ("bi,iho->bho", "axiswise")],
+)
 def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     """A kernel is ``(out, in)`` in the file, in whatever order its equation has the dimensions."""
     shape = {"oi": (96, 64), "hio": (3, 64, 32), "iho": (64, 3, 32)}[equation[3:].partition("->")[0]]
@@ -141,23 +119,21 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
             fp8.load_into(variables, checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:FP8 convolutions")
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
-    """A convolution in FP8 is in the file as in the model, with its scale under the name of its op."""
+    """A kernel that the model transposes is in the file as in the model, and so is its scale."""
 
-    class Patches(nn.Module):
+    class Transposed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Conv(8, (2, 2), name="conv")(x)
+            return x @ self.param("kernel", nn.initializers.lecun_normal(), (8, 64)).T
 
-    x = np.asarray(normal(0, 1, 4, 4, 4))
-    model8, variables = trained(Patches(), x, recipe=RECIPES["delayed"])
+    model8, variables = trained(Transposed(), X, recipe=RECIPES["delayed"])
     model, served = fp8.freeze(model8, variables)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
     with pytest.raises(
-        ValueError, match=r"conv/kernel from conv\.kernel: it must be float32, and is .* without"
+        ValueError, match=r"params/kernel from kernel: it must be float32, and is .* without"
     ):
         fp8.load_into(variables, checkpoint)
 
@@ -176,7 +152,7 @@ def dense(dtype=jnp.float32, shape=(300, 200)):
     return {"params": {"up": {"kernel": jax.ShapeDtypeStruct(shape, dtype), "bias": bias}}}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_wide_variables(dtype, tmp_path):
     loaded = fp8.load_into(dense(dtype), read(tmp_path, SQUARE))["params"]["up"]
     expected = in_blocks(LAYER["up.weight"], SQUARE["up.weight_scale_inv"], 128, 128).T
@@ -238,6 +214,10 @@ def test_fused_experts_in_both_orders(tmp_path):
     for kernel, expected in (((3, 6, 4), values), ((3, 4, 6), values.swapaxes(1, 2))):
         loaded = fp8.load_into({"experts": {"up": jnp.zeros(kernel)}}, checkpoint)
         np.testing.assert_array_equal(loaded["experts"]["up"], expected)
+    frozen = {"experts": {"up": jnp.zeros((3, 6, 4), E4M3), "op": {"kernel_scale": jnp.zeros((3, 1, 4))}}}
+    loaded = fp8.load_into(frozen, checkpoint)["experts"]
+    np.testing.assert_array_equal(loaded["up"], EXPERTS["experts.up"])
+    np.testing.assert_array_equal(loaded["op"]["kernel_scale"], EXPERTS["experts.up_scale"])
     square = {"up": codes_of(0, 3, 4, 4), "up_scale": scales_of(1, 3, 1, 4)}
     with pytest.raises(ValueError, match=r"does not show whether it is \(\.\.\., out, in\)"):
         fp8.load_into({"params": {"up": jnp.zeros((3, 4, 4))}}, read(tmp_path, square))
@@ -246,15 +226,6 @@ def test_fused_experts_in_both_orders(tmp_path):
     loaded = fp8.load_into({"params": {"up": {"kernel": jnp.zeros((3, 4, 4))}}}, checkpoint)
     expected = checkpoint["up.weight"].dequantize().swapaxes(1, 2)
     np.testing.assert_array_equal(loaded["params"]["up"]["kernel"], expected)
-
-
-def test_frozen_experts_from_a_file_of_the_other_order(tmp_path):
-    """Codes and scales of (experts, in, out) are those of the frozen kernel, bit for bit."""
-    codes = {"experts.up": codes_of(0, 3, 6, 4), "experts.up_scale": scales_of(1, 3, 1, 4)}
-    frozen = {"experts": {"up": jnp.zeros((3, 6, 4), E4M3), "op": {"kernel_scale": jnp.zeros((3, 1, 4))}}}
-    loaded = fp8.load_into(frozen, read(tmp_path, codes))["experts"]
-    np.testing.assert_array_equal(loaded["up"], codes["experts.up"])
-    np.testing.assert_array_equal(loaded["op"]["kernel_scale"], codes["experts.up_scale"])
 
 
 def test_arrays_do_not_depend_on_the_file(tmp_path):
@@ -339,7 +310,7 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
                 bias=jnp.zeros(200),
                 Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)},
             ),
-            "needs an input scale",
+            "input_scale of the frozen model is",
         ),
         (
             CHANNEL,
@@ -380,16 +351,14 @@ def test_wrong_arguments(tmp_path):
         fp8.load_into(both, {"up.bias": checkpoint["up.bias"]}, rename=lambda name: "up.bias")
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64])
-@pytest.mark.parametrize("variable", [np.zeros, jax.ShapeDtypeStruct], ids=["NumPy", "shape"])
-def test_64_bit_variables_are_not_narrowed(variable, dtype):
-    tensor = np.array([2**40, 3], dtype)
-    variables = {"params": {"a": variable((2,), dtype)}}
-    with pytest.raises(ValueError, match=rf"params/a is {dtype.__name__}, .* Enable jax_enable_x64"):
+def test_64_bit_variables_are_not_narrowed():
+    tensor = np.array([2**40, 3])
+    variables = {"params": {"a": jax.ShapeDtypeStruct((2,), np.int64)}}
+    with pytest.raises(ValueError, match="params/a is int64, .* Enable jax_enable_x64"):
         fp8.load_into(variables, {"a": tensor})
     with jax.enable_x64(True):
         loaded = fp8.load_into(variables, {"a": tensor})["params"]["a"]
-    assert loaded.dtype == dtype
+    assert loaded.dtype == np.int64
     np.testing.assert_array_equal(loaded, tensor)
 
 
@@ -438,64 +407,21 @@ def test_nnx_below_adapters(tmp_path):
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
-def test_linen_below_adapters(tmp_path):
-    """Variables that are not passed stay as they are."""
-    adapter = {"params": {"lora": {"a": normal(0, 300, 4), "b": normal(1, 4, 200)}}}
-    with pytest.raises(ValueError, match="missing from the checkpoint: params/lora/a"):
-        fp8.load_into({"params": {**dense()["params"], **adapter["params"]}}, read(tmp_path, CHANNEL))
-    loaded = fp8.load_into(dense(), read(tmp_path, CHANNEL))
-    assert loaded["params"].keys() == {"up"}
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
 def test_arrays_are_where_the_variables_are(tmp_path):
     """The sharding is that of the variable. An array is committed to its devices if the variable is."""
     second, mesh = jax.devices()[1], jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     zeros = np.zeros((300, 200), np.float32)
-    with jax.default_device(second):
-        uncommitted = jnp.array(zeros)
     checkpoint = {"up.weight": read(tmp_path, CHANNEL)["up.weight"]}
     expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
     for kernel in (
         jax.device_put(zeros, NamedSharding(mesh, PartitionSpec("x"))),
         jax.device_put(zeros, second),
-        uncommitted,
         jnp.array(zeros),
     ):
         loaded = fp8.load_into({"params": {"up": {"kernel": kernel}}}, checkpoint)["params"]["up"]["kernel"]
         assert (loaded.sharding, loaded.committed) == (kernel.sharding, kernel.committed)
         np.testing.assert_array_equal(loaded, expected.T)
-
-
-def test_a_model_computes_with_what_was_loaded(tmp_path):
-    """The frozen layer computes what PyTorch's layer would: x times codes times scales, plus the bias."""
-    model8 = fp8.quantize_model(nn.Dense(200), fp8.Float8CurrentScaling(), include="")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        abstract = jax.eval_shape(model8.init, jax.random.key(0), jnp.ones((4, 300)))
-        variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        model, served = fp8.freeze(model8, variables, jnp.ones((4, 300)), weight_only=True)
-    rename = {r"^kernel(\.weight)?$": "up.weight", "^bias$": "up.bias"}
-    served = fp8.load_into(served, read(tmp_path, CHANNEL), rename=rename)
-    x = np.asarray(normal(0, 4, 300))
-    weight = LAYER["up.weight"].astype(np.float64) * CHANNEL["up.weight_scale"]
-    np.testing.assert_allclose(model.apply(served, x), x @ weight.T + LAYER["up.bias"], rtol=1e-4, atol=0.1)
-
-
-class Projection(nn.Module):
-    """A linear layer; with ``rank`` above 0 beside a LoRA adapter, which adds zero at first."""
-
-    features: int
-    rank: int = 0
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Dense(self.features, use_bias=False, name="base")(x)
-        if not self.rank:
-            return y
-        down = self.param("lora_a", nn.initializers.normal(0.1), (x.shape[-1], self.rank))
-        up = self.param("lora_b", nn.initializers.zeros, (self.rank, self.features))
-        return y + (x @ down) @ up
 
 
 def rotated(x):
@@ -521,13 +447,11 @@ def attended(q, k, v):
 class Llama(nn.Module):
     """The Llama of transformers_llama in Flax, by the description of the architecture."""
 
-    rank: int = 0
-
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(24, 32, name="embed_tokens")(tokens)
         for i in range(2):
-            layer, linear = f"layers_{i}", partial(Projection, rank=self.rank)
+            layer, linear = f"layers_{i}", partial(nn.Dense, use_bias=False)
             h = nn.RMSNorm(1e-6, name=f"{layer}_input_layernorm")(x)
             q, k, v = (
                 linear(8 * heads, name=f"{layer}_self_attn_{name}_proj")(h)
@@ -540,56 +464,7 @@ class Llama(nn.Module):
         return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
 
 
-class FusedLayer(nn.Module):
-    """A layer of the Llama with one kernel for queries, keys and values, and one for gate and up."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        linear = partial(nn.Dense, use_bias=False)
-        h = linear(64, name="qkv")(nn.RMSNorm(1e-6, name="input_layernorm")(x))
-        x = x + linear(32, name="o_proj")(attended(*jnp.split(h, [32, 48], -1)))
-        h = linear(96, name="gate_up")(nn.RMSNorm(1e-6, name="post_attention_layernorm")(x))
-        gate, up = jnp.split(h, 2, -1)
-        return x + linear(32, name="down_proj")(nn.silu(gate) * up), None
-
-
-class FusedLlama(nn.Module):
-    """The same Llama with fused layers, which ``nn.scan`` stacks."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(24, 32, name="embed_tokens")(tokens)
-        stack = nn.scan(FusedLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x, _ = stack(name="layers")(x, None)
-        return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
-
-
-FUSED = {
-    "qkv.kernel": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "gate_up.kernel": ("mlp.gate_proj", "mlp.up_proj"),
-    "o_proj.kernel": ("self_attn.o_proj",),
-    "down_proj.kernel": ("mlp.down_proj",),
-    "input_layernorm.scale": ("input_layernorm",),
-    "post_attention_layernorm.scale": ("post_attention_layernorm",),
-}
-
-
-def fused_and_stacked(checkpoint):
-    """Returns the tensors of the Llama as FusedLlama has them, by NumPy."""
-
-    def wide(name):
-        tensor = checkpoint[f"{name}.weight"]
-        return tensor.dequantize() if isinstance(tensor, CheckpointTensor) else tensor
-
-    tensors = {name: x for name, x in checkpoint.items() if ".layers." not in name}
-    for name, parts in FUSED.items():
-        layers = [np.concatenate([wide(f"model.layers.{i}.{part}") for part in parts]) for i in range(2)]
-        tensors[f"model.layers.{name}"] = np.stack([layer.T for layer in layers])
-    return tensors
-
-
 TO_LLAMA = {
-    r"\.base\b": "",
     r"\.(kernel|scale|embedding)$": ".weight",
     r"^layers_(\d)_": r"layers.\1.",
     r"_(attn|mlp)_(\w+_proj)": r"_\1.\2",
@@ -610,27 +485,12 @@ def llama(model, include):
 
 
 @pytest.mark.long
-def test_logits_of_a_llama_that_is_fused_and_stacked():
-    """NumPy joins the kernels and stacks the layers; the wide model is loaded, and then frozen."""
-    checkpoint, tokens, expected, (model, variables), _ = llama(FusedLlama(), ".*layers")
-    rename = {r"^(?!layers|lm_head)(.*)\.\w+$": r"model.\1.weight", r"^layers": "model.layers"}
-    rename["^lm_head.kernel"] = "lm_head.weight"
-    loaded = fp8.load_into(variables, fused_and_stacked(checkpoint), rename=rename)
-    logits = model.apply(loaded, tokens)
-    assert np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max() < 1e-5
-    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=".*layers")
-    served = fp8.freeze(model8, loaded, tokens, weight_only=True)[1]["params"]["layers"]
-    codes = checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T
-    np.testing.assert_array_equal(served["gate_up"]["kernel"][1, :, 48:], codes)
-
-
-@pytest.mark.long
 def test_logits_of_a_llama(tmp_path):
     """The wide and the frozen Llama have the logits that transformers computes from the same folder.
 
     ``save_safetensors`` writes the same codes and scales under the same names.
     """
-    checkpoint, tokens, expected, *models = llama(Llama(), ".*base")
+    checkpoint, tokens, expected, *models = llama(Llama(), ".*proj")
     for model, variables in models:
         loaded = fp8.load_into(variables, checkpoint, rename=TO_LLAMA)
         logits = model.apply(loaded, tokens)
@@ -643,39 +503,5 @@ def test_logits_of_a_llama(tmp_path):
         if "proj" in name:
             np.testing.assert_array_equal(written[name].codes, tensor.codes)
             np.testing.assert_array_equal(written[name].scale, tensor.scale)
-    kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
+    kernel = loaded["params"]["layers_1_mlp_up_proj"]["kernel"]
     np.testing.assert_array_equal(kernel, checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T)
-
-
-@pytest.mark.long
-def test_lora_steps_on_a_frozen_llama():
-    """Adapters beside the FP8 kernels learn in 20 steps, and the kernels do not change."""
-    checkpoint, tokens, expected, _, (model, served) = llama(Llama(rank=4), ".*base")
-    flat = flax.traverse_util.flatten_dict(served["params"])
-    adapters = {path: x for path, x in flat.items() if path[-1].startswith("lora")}
-    base = {path: x for path, x in flat.items() if path not in adapters}
-    assert len(adapters) == 2 * 7 * 2
-    base = fp8.load_into({"params": flax.traverse_util.unflatten_dict(base)}, checkpoint, rename=TO_LLAMA)
-    base = flax.traverse_util.flatten_dict(base["params"])
-
-    def logits(adapters):
-        return model.apply({"params": flax.traverse_util.unflatten_dict(base | adapters)}, tokens)
-
-    def loss(adapters):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits(adapters)[:, :-1], tokens[:, 1:]
-        ).mean()
-
-    np.testing.assert_allclose(logits(adapters), expected, rtol=1e-3, atol=1e-4)
-    optimizer = optax.adam(1e-2)
-    state = optimizer.init(adapters)
-    step = jax.jit(jax.value_and_grad(loss))
-    losses = []
-    for _ in range(20):
-        value, gradient = step(adapters)
-        with jax.numpy_dtype_promotion("standard"):  # for Adam's count of steps
-            update, state = optimizer.update(gradient, state)
-        adapters = optax.apply_updates(adapters, update)
-        losses.append(float(value))
-    assert np.isfinite(losses).all()
-    assert losses[-1] < 0.5 * losses[0], losses

@@ -1,6 +1,7 @@
 """Renamed files have the names, layouts and config that the loader of another program expects."""
 
 import json
+import re
 from functools import partial
 
 import flax.linen as nn
@@ -93,16 +94,10 @@ def test_patterns_one_after_another(save, tmp_path):
     [
         ({"^layer_": "x"}, ValueError, "matches none"),
         ({"layers_": "x", "layers_0": "y"}, ValueError, "'layers_0', which matches none"),
-        ({"(": "x"}, ValueError, "unterminated"),
-        ({"layers": r"\1"}, ValueError, "invalid group reference"),
-        ({"layers": r"\g<x>"}, ValueError, "unknown group name 'x'"),
-        ({"layers": 3}, TypeError, "got 'layers': 3"),
-        ({"layers": {"a": 8, "b": 8}}, TypeError, "both strings"),
-        ({("layers_0", "layers_1"): "x"}, TypeError, "both strings"),
+        ({"(": "x"}, re.error, "unterminated"),
         (["layers"], TypeError, "dict of regular expressions"),
-        (lambda name: None, TypeError, "None for 'embed.embedding'"),
-        (lambda name: "", ValueError, "'embed.embedding' an empty name"),
-        ({"^gate.bias$": ""}, ValueError, "'gate.bias' an empty name"),
+        (lambda name: None, ValueError, "None for 'embed.embedding'"),
+        ({"^gate.bias$": ""}, ValueError, "'' for 'gate.bias'"),
         ({r"layers_\d": "layer"}, ValueError, r"would both be 'layer\.\w+'"),
         ({"weight_scale": "scale"}, ValueError, "'layers_0.weight_scale' to 'layers_0.scale'"),
         ({r"0.weight$": "2.weight"}, ValueError, "looks for"),
@@ -118,7 +113,7 @@ def test_errors(rename, error, message, save, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-CONFIG = {"model_type": "net", "hidden_size": 16, "quantization_config": None}
+CONFIG = {"model_type": "net", "hidden_size": 16, "quantization_config": {"quant_method": "other"}}
 
 
 def test_config(save, tmp_path):
@@ -143,28 +138,6 @@ def test_config_of_blocks(tmp_path):
     assert written["modules_to_not_convert"] == ["head", "lm_head", "router", "wide"]
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        ("net", TypeError, "config must be a mapping, such as the to_dict.*; got str"),
-        (
-            {"a": {1, 2}},
-            TypeError,
-            "config must have values that JSON can hold: .*set is not JSON serializable",
-        ),
-        (
-            {"quantization_config": {"a": 1}},
-            ValueError,
-            r"must not have a quantization_config.*; got \{'a': 1\}\. Leave",
-        ),
-    ],
-)
-def test_errors_of_config(config, error, message, save, tmp_path):
-    with pytest.raises(error, match=message):
-        save(config=config)
-    assert not list(tmp_path.iterdir())
-
-
 TENSOR = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
 E5M2 = fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)
 CHANNEL = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise")
@@ -186,16 +159,18 @@ def test_what_no_config_describes(lhs, rhs, tmp_path):
     assert read(path)[1] is None
 
 
-def test_no_config_describes_convolutions(tmp_path):
+@pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide")
+def test_convolutions(tmp_path):
+    """A kernel keeps its layout, and no config describes an op that quantizes its kernel at each call."""
     model8, x = fp8.quantize_model(nn.Conv(16, (2, 2), strides=2), include=".*"), normal(0, 1, 4, 4, 16)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     model, served = fp8.freeze(model8, variables)
-    with pytest.raises(ValueError, match="the kernel of a convolution in FP8"):
+    with pytest.raises(ValueError, match="convolution"):
         fp8.save_safetensors(tmp_path / "model", model, served, config=CONFIG)
     fp8.save_safetensors(tmp_path / "model", model, served)
     tensors, config = read(tmp_path / "model")
     assert config is None
-    assert tensors["kernel"].dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(tensors["kernel"], served["params"]["kernel"])
 
 
 def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
@@ -206,12 +181,3 @@ def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]
     assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "tensor")
-
-
-def test_kernels_of_convolutions_keep_their_layout(tmp_path):
-    model8 = fp8.quantize_model(nn.Conv(8, (2,), strides=2), include=".*")
-    variables = variables_of(model8, normal(0, 1, 4, 8))
-    with pytest.warns(UserWarning, match="no data"):
-        model, served = fp8.freeze(model8, variables)
-    fp8.save_safetensors(tmp_path / "model", model, served, rename={"kernel": "weight"})
-    np.testing.assert_array_equal(read(tmp_path / "model")[0]["weight"], served["params"]["kernel"])

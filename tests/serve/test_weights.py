@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import RECIPES, normal
+from tests.cases import RECIPES, cells, normal
+from tests.models import trained
 from tests.serve.net import X, frozen_net
 
 RENAME = {"^(up|heads|out)": r"model.\1_proj", "last.kernel": "last.weight"}
@@ -31,10 +32,10 @@ def assert_as_in_file(weights, path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
-def test_bits_are_those_of_the_file(recipe, tmp_path, request):
-    if recipe in ("current", "mxfp8"):
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize(
+    "recipe", cells([*RECIPES, "weight_only"], repeated=["current", "axiswise", "mxfp8", "weight_only"])
+)
+def test_bits_are_those_of_the_file(recipe, tmp_path):
     model8, variables, *frozen = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     options = {"weight_only": recipe == "weight_only"}
@@ -59,26 +60,13 @@ def test_one_program_serves_all_steps(tmp_path):
     assert_as_in_file(weights, tmp_path / "a")
 
 
-def test_ops_that_are_given_by_hand():
-    """Such a model keeps no record, so that it is traced with inputs."""
-    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["current"])
-    layer, x = nn.Dense(8, use_bias=False, dot_general_cls=op), normal(1, 2, 16)
-    variables = {"params": {"kernel": normal(2, 16, 8)}}
-    for inputs in (x, jax.ShapeDtypeStruct(x.shape, x.dtype)):
-        weights = fp8.weights_for_serving(layer, variables, inputs)
-        assert weights["kernel.weight"].dtype == jnp.float8_e4m3fn
-    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
-        fp8.weights_for_serving(layer, variables)
-
-
 def test_errors():
-    model8, variables, *_ = frozen_net("current")
+    model8, variables = trained(nn.Dense(4), X, recipe=RECIPES["current"])
     state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"must be the collections .*; got TrainState\. Pass state\.params"):
         fp8.weights_for_serving(model8, state)
-    for rename in (["up"], {"up": ["gate", "up"]}):
-        with pytest.raises(TypeError, match="rename must"):
-            fp8.weights_for_serving(model8, variables, rename=rename)
+    with pytest.raises(TypeError, match="rename must"):
+        fp8.weights_for_serving(model8, variables, rename=["up"])
     with pytest.raises(ValueError, match="which matches none of"):
         fp8.weights_for_serving(model8, variables, rename={"down": "up"})
     with pytest.raises(ValueError, match="it is frozen already"):
@@ -90,8 +78,9 @@ def test_errors():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("recipe", ["axiswise", "block128"])
+@pytest.mark.parametrize(
+    ("recipe", "axis_type"), [("axiswise", AxisType.Auto), ("block128", AxisType.Explicit)]
+)
 def test_sharded_variables(recipe, axis_type, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
     model8, variables, *frozen = frozen_net(recipe)
@@ -130,9 +119,8 @@ TO_HUB = {"^layers": "model.layers"}
 
 
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
-@pytest.mark.parametrize("recipe", ["delayed", "axiswise"])
-def test_nnx(recipe, tmp_path):
-    model, x = NnxNet(RECIPES[recipe]), normal(0, 4, 16)
+def test_nnx(tmp_path):
+    model, x = NnxNet(RECIPES["delayed"]), normal(0, 4, 16)
     weights_of = nnx.jit(lambda model: fp8.weights_for_serving(model, x, rename=TO_HUB))
     seen = set()
     for _ in range(2):

@@ -1,0 +1,34 @@
+"""Finds which inputs a program that JAX has traced (a jaxpr) needs after its dead code is removed.
+
+Why: ``freeze`` must know whether anything but an FP8 op reads a kernel. JAX has no public way to find it.
+
+Internals: ``jax._src.interpreters.partial_eval``, whose ``dce_jaxpr`` removes dead code, also inside of
+loops, branches and ``jax.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src.interpreters import partial_eval
+
+from fp8flax._compat.jaxprs import programs_in
+
+
+def needed_inputs(program: Any) -> list[bool]:
+    """Returns for each input of a closed jaxpr whether a result of the program depends on it."""
+    jaxpr = program.jaxpr
+    _, needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return list(needed)
+
+
+def needed_operands(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[bool]:
+    """Returns for each operand of a primitive whether a result depends on it.
+
+    Linen's transformations pass all parameters to their bodies, which may read only some of them.
+    """
+    if not programs_in(params):
+        return [True] * len(operands)
+    return needed_inputs(jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))(*operands))
