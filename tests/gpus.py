@@ -28,7 +28,7 @@ CASES = ["delayed, FSDP", "block128, data parallel"]
 def compiled_for_gpus(function, *args):
     """Returns a program compiled for a GPU that is not present."""
     lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    return compile_lowered(find_target("h200"), lowered, "the program").as_text()
+    return compile_lowered(find_target("h200"), lowered).as_text()
 
 
 def run_branch_for_gpus(monkeypatch):

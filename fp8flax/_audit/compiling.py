@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fp8flax._core.gemm.gemm import ALGORITHMS
-from fp8flax._core.gemm.gpus import GPUS, Gpu, compile_target
+from fp8flax._core.gemm.gpus import GPUS, NATIVE_FP8, Gpu, compile_target, compute_capability_of
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
 
@@ -69,6 +69,11 @@ class Target:
     def gpu(self) -> Gpu | None:
         """The GPU, which need not be present; None for the local device."""
         return GPUS.get(self.key)
+
+    @property
+    def has_fp8_units(self) -> bool:
+        """Whether the device has units that multiply FP8."""
+        return compute_capability_of(self.device) >= NATIVE_FP8
 
     @property
     def name(self) -> str:

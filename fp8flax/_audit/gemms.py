@@ -7,7 +7,6 @@ import re
 
 from fp8flax._audit.compiling import Target
 from fp8flax._core import names
-from fp8flax._core.gemm.gpus import has_fp8_units
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> A
 
     ``without_triton`` says whether XLA was not allowed to use its Triton GEMMs, see ``compile_lowered``.
     """
-    is_fp8 = has_fp8_units(target.device) and gemm.backend != "other" and _has_fp8_operands(gemm)
+    is_fp8 = target.has_fp8_units and gemm.backend != "other" and _has_fp8_operands(gemm)
     is_tritons = gemm.backend == "Triton" or (
         without_triton and gemm.backend == "cublasLt" and not asks_for_cublaslt(gemm)
     )
@@ -106,7 +105,7 @@ def _why_not(gemm: AuditedGemm, target: Target) -> str:
     for scope, reason in names.CHOSEN_WIDE.items():
         if scope in scopes:
             return reason.format(dtypes=dtypes)
-    if not has_fp8_units(target.device) and (is_op or any(gemm.fp8_sources)):
+    if not target.has_fp8_units and (is_op or any(gemm.fp8_sources)):
         return f"{target.device.device_kind} has no FP8 units; the values are emulated"
     for scope, reason in names.WITHOUT_UNITS.items():
         if scope in scopes:

@@ -82,21 +82,14 @@ class TestText:
         sizes = [len((text / f"{i:02}.txt").read_bytes()) for i in range(12)]
         assert len(train) == sum(sizes) - sizes[0] - sizes[10]
 
-    def test_the_standard_library(self):
-        train, validation = data.load_corpus(None, 128)
-        assert len(train) > 3e6
-        assert len(validation) > 3e5
-        assert b"def " in train.tobytes()
-
     def test_batches_depend_on_seed_and_step_alone(self, text):
         train, _ = data.load_corpus(str(text), 16)
         batch = partial(data.train_batch, train, batch_size=4, length=16)
         first = batch(seed=0, step=5)
-        assert first.shape == (4, 17)
-        assert first.dtype == np.int32
+        assert (first.shape, first.dtype) == ((4, 17), np.int32)
         np.testing.assert_array_equal(first, batch(seed=0, step=5))
-        assert (first != batch(seed=0, step=6)).any()
-        assert (first != batch(seed=1, step=5)).any()
+        for seed, step in ((0, 6), (1, 5)):
+            assert (first != batch(seed=seed, step=step)).any()
 
 
 class TestReviews:
@@ -143,12 +136,11 @@ class TestTraining:
         assert fp8.OVERWRITE_WITH_GRADIENT not in bf16
 
     def test_batches_of_reviews_depend_on_seed_and_step_alone(self, reviews):
-        task = training.imdb(None, "delayed", str(reviews))
-        first = task.batch(0, 5)
-        assert first.inputs.shape == (32, 200)
-        jax.tree.map(np.testing.assert_array_equal, first, task.batch(0, 5))
-        assert (first.inputs != task.batch(0, 6).inputs).any()
-        assert (first.inputs != task.batch(1, 5).inputs).any()
+        batch = training.imdb(None, "delayed", str(reviews)).batch
+        assert batch(0, 5).inputs.shape == (32, 200)
+        jax.tree.map(np.testing.assert_array_equal, batch(0, 5), batch(0, 5))
+        for other in (batch(0, 6), batch(1, 5)):
+            assert (batch(0, 5).inputs != other.inputs).any()
 
 
 @pytest.mark.long
@@ -177,6 +169,8 @@ class TestCommandLine:
             assert [one["step"] for one in run] == [1, 2, 3, 4, 5, 6]
             assert np.isfinite([one["loss"] for one in run]).all()
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+        cli.main(["--data", str(text), "--steps", "6", "--audit"])
+        assert "ByteTransformer/block_0/up" in capsys.readouterr().out
 
     def test_reviews_without_the_audit(self, reviews, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(report, "audit", without_audit)
@@ -188,14 +182,6 @@ class TestCommandLine:
         results = json.loads((out / "results.json").read_text())
         assert 0 < results["figures"]["validation accuracy"]["fp8"] < 1
         assert results["options"]["recipe"] == "mxfp8"
-
-    def test_the_audit(self, text, capsys, monkeypatch, gpu):
-        monkeypatch.setattr(training, "Settings", TINY)
-        monkeypatch.setattr(TINY, "steps", 300, raising=False)
-        cli.main(["--data", str(text), "--steps", "6", "--audit"])
-        printed = capsys.readouterr().out
-        assert "ByteTransformer/block_0/up" in printed
-        assert "GEMMs run in FP8" in printed
 
 
 @pytest.mark.parametrize(
@@ -214,6 +200,7 @@ def test_missing_data_is_one_line(arguments, word, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_missing_extra_is_named():
     code = "import sys; sys.modules['matplotlib'] = None; import fp8flax.demo.__main__"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
