@@ -163,14 +163,6 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-@contextlib.contextmanager
-def _ignoring_unread_cache() -> Iterator[None]:
-    """Hides JAX's warning that it cannot load a program for an absent GPU from its persistent cache."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        yield
-
-
 @functools.cache
 def compiles_algorithms() -> bool:
     """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
@@ -178,16 +170,15 @@ def compiles_algorithms() -> bool:
     JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
     algorithms. To find out, a small dot is compiled.
     """
-    codes = jax.ShapeDtypeStruct(
-        (16, 16), jnp.float8_e4m3fn, sharding=SingleDeviceSharding(_device("h200"))
-    )
+    sharding = SingleDeviceSharding(_device("h200"))
+    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
 
     def compile_dot() -> None:
         dot = functools.partial(jnp.dot, precision=ALGORITHMS["exact"], preferred_element_type=jnp.float32)
         jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
 
-    # In a thread of its own JAX has no context of the caller, such as a mesh.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread, _ignoring_unread_cache():
+    # In a thread of its own JAX has no context of the caller, such as a mesh. For the warning see below.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, warnings.catch_warnings(action="ignore"):
         return thread.submit(compile_dot).exception() is None
 
 
@@ -243,7 +234,8 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered) -> jax.stages.C
         # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    with _ignoring_unread_cache(), compiling_for(target.gpu):
+    # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles again.
+    with compiling_for(target.gpu), warnings.catch_warnings(action="ignore"):
         compiled = lowered.compile(compiler_options=options or None)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     mesh = target.mesh

@@ -22,7 +22,8 @@ def test_all_is_what_is_imported(package):
     imports = (
         n for n in ast.parse(Path(package.__file__).read_text()).body if isinstance(n, ast.ImportFrom)
     )
-    names = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    names = {name for name in names if not name.startswith("_")}
     assert sorted(package.__all__) == sorted(names)
     namespace = {}
     exec(f"from {package.__name__} import *", namespace)

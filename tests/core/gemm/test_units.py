@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
-from tests.cases import MATMUL, dense_step
+from tests.cases import MATMUL
 
 OPS = {
     "dot": (partial(fp8_dot_general, dimension_numbers=MATMUL), jnp.zeros((2, 32)), jnp.zeros((32, 2))),
@@ -62,18 +62,3 @@ def test_emulation_warns_once():
             fp8_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, recipe=fp8.Float8CurrentScaling())
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
     assert "emulated on cpu" in str(caught[0].message)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("gpu")
-def test_emulation_does_not_warn_again_after_an_audit():
-    """Python shows a warning again after a change of its filters."""
-    assert jax.config.jax_compilation_cache_dir  # with a cache, audit sets a filter
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for size in (3, 4):
-            x, w = jnp.ones((2, size)), jnp.ones((size, 4))
-            fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
-            if size == 3:
-                fp8.audit(*dense_step(256, 128, 128, fp8.Fp8DotGeneralOp))  # has a kernel in Triton
-    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
