@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax.linen import fp8_ops
@@ -174,31 +173,26 @@ def test_attention_is_told_from_layers(gpu):
 
 
 @pytest.mark.parametrize(
-    ("device", "lhs", "rhs", "backend", "is_fp8", "reason"),
+    ("capability", "rhs", "backend", "reason"),
     [
-        ({"platform": "cpu"}, E4M3, E4M3, "other", False, "cpu has no FP8 units"),
-        ({"platform": "cuda", "compute_capability": "8.0"}, E4M3, E4M3, "Triton", False, "no FP8 units"),
-        ({"platform": "cuda", "compute_capability": "9.0"}, E4M3, E4M3, "other", False, "plain loop"),
-        ({"platform": "cuda", "compute_capability": "9.0"}, E4M3, BF16, "cublasLt", False, "only one"),
-        ({"platform": "cuda", "compute_capability": "9.0"}, E4M3, E5M2, "cublasLt", True, ""),
+        ("", "float8_e4m3fn", "other", "cpu has no FP8 units"),
+        ("8.0", "float8_e4m3fn", "Triton", "cuda has no FP8 units"),
+        ("9.0", "float8_e4m3fn", "other", "plain loop"),
+        ("9.0", "bfloat16", "cublasLt", "only one operand"),
+        ("9.0", "float8_e5m2", "cublasLt", ""),
     ],
 )
-def test_units_and_operands_decide(device, lhs, rhs, backend, is_fp8, reason):
-    lhs, rhs = (jnp.dtype(dtype).name for dtype in (lhs, rhs))
-    gemm = fp8.AuditedGemm(
-        op_name="jit(f)/dot_general",
-        **dict.fromkeys(("batch", "m", "k", "n"), 4),
-        out_dtype="float32",
-        lhs_dtype=lhs,
-        rhs_dtype=rhs,
-        backend=backend,
-        fp8_sources=tuple(dtype if dtype.startswith("float8") else "" for dtype in (lhs, rhs)),
-    )
-    device = SimpleNamespace(**device, device_kind=device["platform"])
+def test_units_and_operands_decide(capability, rhs, backend, reason):
+    lhs, sizes = "float8_e4m3fn", dict.fromkeys(("batch", "m", "k", "n"), 4)
+    sources = lhs, rhs if rhs.startswith("float8") else ""
+    fields = {"lhs_dtype": lhs, "rhs_dtype": rhs, "out_dtype": "float32", "fp8_sources": sources}
+    gemm = fp8.AuditedGemm(op_name="jit(f)/dot_general", backend=backend, **fields, **sizes)
+    platform = "cuda" if capability else "cpu"
+    device = SimpleNamespace(platform=platform, device_kind=platform, compute_capability=capability)
     found = with_reason(gemm, Target(key="local", device=device), without_triton=False)
-    assert found.is_fp8 == is_fp8
+    assert found.is_fp8 == (not reason)
     assert reason in found.reason
-    assert bool(found.reason) != is_fp8
+    assert bool(found.reason) == bool(reason)
 
 
 # Paths and roles.
@@ -283,27 +277,13 @@ def test_float64_of_numpy_is_float32_as_for_jit():
     assert (gemm.lhs_dtype, gemm.rhs_dtype) == ("float32", "float32")
 
 
-@pytest.mark.long
-def test_train_step_with_donation(gpu):
-    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])
-    x = np.ones((128, 32), np.float32)
-    state = fp8.TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(1e-3, momentum=0.9)
-    )
-
-    @partial(jax.jit, donate_argnums=0)
-    def train_step(state, x, key):
-        x = x + jax.random.normal(key, x.shape)
-        grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - x) ** 2))(state.params)
-        return state.apply_gradients(grads=grads)
-
-    report = audit(train_step, state, x, jax.random.key(1))
-    layers, roles = ("Sequential/layers_0", "Sequential/layers_2"), ("forward", "backward")
-    assert {(g.path, g.role) for g in report.gemms} == {(layer, role) for layer in layers for role in roles}
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    abstract = jax.eval_shape(lambda s: s, state)
-    again = audit(train_step, abstract, struct(*x.shape, dtype=x.dtype), jax.eval_shape(jax.random.key, 1))
-    assert again == report
+def test_donated_arrays_stay(gpu):
+    step = jax.jit(lambda w, x: w - x.T @ (x @ w), donate_argnums=0)
+    w, x = jnp.ones((32, 32)), np.ones((128, 32), np.float32)
+    report = audit(step, w, x)
+    assert report.num_gemms == 2
+    assert not w.is_deleted()
+    assert audit(step, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, x))) == report
 
 
 def test_static_and_keyword_arguments():
@@ -370,9 +350,7 @@ def test_what_each_gpu_multiplies_in_fp8(target, name):
     with jax.numpy_rank_promotion("allow"):
         report = audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
     assert (report.target, report.device) == (target, GPUS[target].name)
-    assert sorted((g.path, g.role) for g in report.gemms) == [
-        *(("Dense", "dgrad"), ("Dense", "forward"), ("Dense", "wgrad")),
-    ]
+    assert {(g.path, g.role) for g in report.gemms} == {("Dense", r) for r in ("forward", "dgrad", "wgrad")}
     assert report.fp8_flops_share == (not reason)
     assert report.predicted_seconds["total"] > 0
     for gemm in report.gemms:

@@ -1,5 +1,6 @@
 """The audit compiles programs for a mesh of GPUs that are not present."""
 
+import re
 from functools import partial
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit.compiling import compiles_algorithms
+from fp8flax._core.names import BLOCK_QUANTIZE
 from tests.cases import struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -117,6 +119,67 @@ def test_128_blocks_under_vmap():
     x = on(mesh, struct(8, 256, 256, dtype=jnp.bfloat16), "data")
     report = fp8.audit(mapped, on(mesh, KERNEL), x, target=mesh)
     assert [gemm.is_fp8 for gemm in report.gemms] == 3 * [True]
+
+
+@pytest.mark.long
+def test_block_scales_on_each_of_several_gpus(texts):
+    """With FSDP and split columns the kernels compute parts, and no more is sent than in bfloat16.
+
+    Each tensor is quantized once, for both of its GEMMs, and one set of codes is gathered.
+    """
+    mesh = mesh_of()
+    split, rows, whole = (NamedSharding(mesh, spec) for spec in (P("data", "model"), P("data"), P()))
+    kernel, x = struct(1024, 2048, dtype=jnp.bfloat16), struct(4096, 1024, dtype=jnp.bfloat16)
+
+    def audited(op):
+        layer = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
+
+        def loss(kernel, x):
+            out = layer.apply({"params": {"kernel": kernel}}, x)
+            return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+        step = jax.jit(
+            jax.value_and_grad(loss, (0, 1)),
+            in_shardings=(split, rows),
+            out_shardings=(whole, (split, rows)),
+        )
+        return fp8.audit(step, kernel, x, target=mesh)
+
+    wide = audited(None)
+    report = audited(partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling()))
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)] * 3
+    calls = re.findall(r"custom_call_target=.*op_name=\"(\S+)\"", texts[-1])
+    assert sum(BLOCK_QUANTIZE in call.split("/") for call in calls) == 3
+    scales = 2**14
+    for kind, size in report.bytes_sent_by.items():
+        share = 0.5 if kind == "all-gather" else 1
+        assert size <= share * wide.bytes_sent_by.get(kind, 0) + scales
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("is_mapped", "recipe"),
+    [
+        (True, fp8.Float8BlockScaling()),
+        (False, fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)),
+    ],
+    ids=["mapped-blocks", "split-current"],
+)
+def test_experts_on_each_of_several_gpus(is_mapped, recipe):
+    """The grouped GEMM runs on the rows of a device and all experts, in shard_map and in XLA's programs."""
+    mesh, split = Mesh(np.array(fp8.compile_only_devices("h200", 8)), ("experts",)), P("experts")
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+
+    def step(x, w, sizes):
+        out, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, sizes), x, w)
+        return vjp(out)
+
+    if is_mapped:
+        step = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
+    shapes = ((2048, 128), jnp.bfloat16), ((16, 128, 256), jnp.bfloat16), ((16,), jnp.int32)
+    args = [on(mesh, jax.ShapeDtypeStruct(*shape), "experts") for shape in shapes]
+    report = fp8.audit(step, *args, target=mesh)
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)] * 3
 
 
 def test_one_row_or_column_for_each_gpu():

@@ -1,6 +1,7 @@
 """The benchmarks run in small on CPUs, and measure what NumPy and XLA's program say."""
 
 import importlib.util
+import itertools
 import json
 import types
 import warnings
@@ -69,12 +70,12 @@ def test_accuracy_agrees_with_numpy():
 # Counts of programs for a GPU.
 
 
-IN_CI = ("bf16", "fp8flax")
+COUNTED = ("bf16", "fp8flax")
 MEASURED = [name for name in dense.CONTENDERS if HAS_QWIX or not name.startswith("qwix")]
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", cells(MEASURED, repeated=[n for n in MEASURED if n not in IN_CI]))
+@pytest.mark.parametrize("name", cells(MEASURED, repeated=[n for n in MEASURED if n not in COUNTED]))
 def test_dense_counts_for_a_gpu(name):
     elements = 64 * 32 + 32 * 128 + 64 * 128
     row = dense.count(name, (64, 32, 128), "h200")
@@ -91,25 +92,24 @@ def test_dense_counts_for_a_gpu(name):
         np.testing.assert_allclose(row["gemm_bytes"], 4 * elements, rtol=0.01)
 
 
+IN_CI = [
+    ("FSDP", "axiswise", True, "h200"),
+    ("FSDP", "MXFP8", True, "h200"),
+    ("FSDP", "128-blocks", False, "b200"),
+    ("sequence, columns", "delayed", False, "h200"),
+    ("sequence, columns", "128-blocks", True, "h200"),
+    ("sequence, columns", "128-blocks", True, "b200"),
+    ("experts", "delayed", False, "h200"),
+    ("experts", "MXFP8", True, "h200"),
+]
+ALL = itertools.product(("FSDP", "sequence, columns", "experts"), collectives.RECIPES, (True,), ("h200",))
+OTHERS = [case for case in ALL if case not in IN_CI and case[1] != "bf16"]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("layout", "recipe", "is_backward", "target"),
-    [
-        ("FSDP", "axiswise", True, "h200"),
-        ("FSDP", "MXFP8", True, "h200"),
-        ("FSDP", "128-blocks", False, "b200"),
-        ("sequence, columns", "delayed", False, "h200"),
-        ("sequence, columns", "128-blocks", True, "h200"),
-        ("sequence, columns", "128-blocks", True, "b200"),
-        ("experts", "delayed", False, "h200"),
-        ("experts", "MXFP8", True, "h200"),
-        *(
-            pytest.param(layout, recipe, True, "h200", marks=pytest.mark.all_cells)
-            for layout in ("FSDP", "sequence, columns", "experts")
-            for recipe in ("delayed", "current", "axiswise", "128-blocks", "MXFP8")
-        ),
-    ],
+    ("layout", "recipe", "is_backward", "target"), cells(IN_CI + OTHERS, repeated=OTHERS)
 )
 def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_backward, target):
     """Half the bytes of the gathered tensor in bf16 and 1/32 for scales; sums as in bf16."""

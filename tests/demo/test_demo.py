@@ -16,11 +16,6 @@ from fp8flax.demo import data, report, training
 TINY = partial(
     training.Settings, batch_size=2, length=16, width=16, num_layers=1, validation_batches=2, steps=6
 )
-WORDS = {
-    "pos": ("wonderful", "moving", "brilliant", "superb"),
-    "neg": ("dull", "boring", "awful", "dreadful"),
-}
-OTHERS = ("the", "film", "of", "a", "man", "who", "finds", "his", "way", "home", "and", "was", "in", "end")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,16 +47,12 @@ def text(tmp_path):
 
 def write_reviews(folder, train=20, test=10):
     """Writes short reviews in the layout of aclImdb: as many of each class as the numbers say."""
-    rng = np.random.default_rng(0)
     for part, count in (("train", train), ("test", test)):
-        for name, words in WORDS.items():
+        for name, word, score in (("pos", "moving", 8), ("neg", "dull", 2)):
             below = folder / part / name
             below.mkdir(parents=True)
             for i in range(count):
-                text = [*rng.choice(OTHERS, 12), *rng.choice(words, 3)]
-                rng.shuffle(text)
-                score = 8 if name == "pos" else 2
-                (below / f"{i}_{score}.txt").write_text(" ".join(text).capitalize() + ".<br />")
+                (below / f"{i}_{score}.txt").write_text(f"A {word} film of a man who finds {i} ways.<br />")
     return folder
 
 
@@ -94,12 +85,11 @@ class TestText:
 
 class TestReviews:
     def test_are_read_in_order(self, tmp_path):
-        folder = write_reviews(tmp_path / "data", train=10, test=2)
+        folder = write_reviews(tmp_path, train=10, test=2)
         below = folder / "test" / "pos"
         (below / "0_8.txt").write_bytes(b"caf\xe9 \xc3\xa9 the film")  # not UTF-8, and UTF-8
         (below / "notes.md").write_text("not a review")
         (folder / "train" / "unsup").mkdir()
-        (folder / "train" / "unsup" / "0_0.txt").write_text("not labelled")
         train, held_out = data.load_reviews(str(folder), 100, 16)
         np.testing.assert_array_equal(held_out.labels, [0, 0, 1, 1])
         assert (train.inputs.shape, train.inputs.dtype) == ((20, 16), np.int32)
@@ -115,11 +105,13 @@ class TestReviews:
         for name, text in texts.items():
             (tmp_path / name).mkdir(parents=True)
             (tmp_path / name / "0_0.txt").write_text(text)
-        train, held_out = data.load_reviews(str(tmp_path), 100, 4)
-        np.testing.assert_array_equal(train.inputs, [[3, 2, 3, 2], [3, 4, 0, 0]])
-        np.testing.assert_array_equal(held_out.inputs, [[1, 3, 2, 3], [2, 0, 0, 0]])
-        smaller, _ = data.load_reviews(str(tmp_path), 4, 4)
-        np.testing.assert_array_equal(smaller.inputs, [[3, 2, 3, 2], [3, 1, 0, 0]])
+        for size, words, others in (
+            (100, [[3, 2, 3, 2], [3, 4, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+            (4, [[3, 2, 3, 2], [3, 1, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+        ):
+            train, held_out = data.load_reviews(str(tmp_path), size, 4)
+            np.testing.assert_array_equal(train.inputs, words)
+            np.testing.assert_array_equal(held_out.inputs, others)
 
 
 class TestTraining:
