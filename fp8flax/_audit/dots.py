@@ -25,9 +25,8 @@ def gemms_of(kernel: Instruction, trip_count: int, num_bytes: int) -> Iterator[A
     for i, dot in enumerate(_multiplying(kernel) if backend else ()):
         lhs, rhs = (operand.result for operand in dot.operands[:2])
         is_convolution = dot.opcode == "convolution" or dot.target.startswith("__cudnn$conv")
-        batch, m, k, n = (_sizes_of_convolution if is_convolution else _sizes_of_dot)(dot, kernel)
-        size = dot.result.size
-        out = next((array for array in kernel.results if array.size == size), dot.result)
+        batch, m, k, n = _sizes_of_convolution(dot) if is_convolution else _sizes_of_dot(dot, kernel)
+        out = next((array for array in kernel.results if array.size == dot.result.size), dot.result)
         yield AuditedGemm(
             path=path_of(dot.op_name),
             role=role_of(dot.op_name),
@@ -60,7 +59,7 @@ def _backend(kernel: Instruction) -> str:
         return next((backend for part, backend in parts.items() if part in kind), "other")
     if kernel.opcode in ("dot", "convolution"):
         return "other"
-    if kernel.target.startswith(("mosaic_gpu", "__gpu$xla.gpu.triton")):
+    if kernel.target.startswith("mosaic_gpu"):  # no GPU kernel of ours in Triton multiplies
         is_ours = not {BLOCK_GEMM_HOPPER, GROUPED_GEMM}.isdisjoint(kernel.op_name.split("/"))
         return "Pallas" if is_ours else ""
     libraries = {
@@ -111,7 +110,7 @@ def _dims(dot: Instruction, kind: str) -> list[int]:
     return dot.ints(f"lhs_{kind}_dims")
 
 
-def _sizes_of_convolution(conv: Instruction, _: Instruction) -> tuple[int, int, int, int]:
+def _sizes_of_convolution(conv: Instruction) -> tuple[int, int, int, int]:
     """Returns the groups of a convolution, and m, k and n of the GEMM of windows and kernel."""
     lhs, rhs = (operand.result for operand in conv.operands[:2])
     # In cuDNN's gradients the dimension labels are those of the forward convolution.
