@@ -160,7 +160,7 @@ def parse(text: str) -> Program:
     """Parses the text of an HLO module.
 
     Raises:
-        ValueError: the text is not an HLO module.
+        ValueError: the text is not an HLO module, or an instruction is not in a known form.
     """
     computations: dict[str, Computation] = {}
     entry = computation = None
@@ -171,7 +171,10 @@ def parse(text: str) -> Program:
                 entry = computation if header[1] else entry
         elif line.startswith("}"):
             computation = None
-        elif found := _LINE.fullmatch(line):
+        elif re.match(r"\s+(ROOT )?%\S+ = ", line):
+            found = _LINE.fullmatch(line)
+            if found is None:
+                raise ValueError(f"this line of HLO is not in a known form: {line[:200]}")
             is_root, name, types, opcode, operands, attributes = found.groups()
             arrays = re.findall(r"([a-z]+[a-z0-9]*)\[([^\]]*)\]", types)
             results = tuple(Array(t, tuple(map(int, re.findall(r"\d+", dims)))) for t, dims in arrays)

@@ -49,8 +49,12 @@ def test_types_layouts_and_comments_are_parsed():
     assert (y.target, both.op_name) == ("a(b", "x['a']")
     assert both.operands == [y, x]
     assert x.users == [y, both]
-    with pytest.raises(ValueError, match="no entry"):
-        parse("hello")
+    for text, word in (
+        ("hello", "no entry"),
+        (HEADER + computation("ENTRY %main", [], "%x = <new>"), "<new>"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            parse(text)
 
 
 # Bytes that a kernel moves.
