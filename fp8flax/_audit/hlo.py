@@ -131,7 +131,7 @@ class Program:
     num_devices: int
 
 
-_LINE = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)")
+_LINE = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)")
 """An instruction: its name, type, opcode, operands and attributes."""
 
 _CALLS = re.compile(
