@@ -1,9 +1,8 @@
-"""``python -m fp8flax`` prints versions, devices and extras, for a bug report."""
+"""``python -m fp8flax`` prints versions and devices, for a bug report."""
 
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections import Counter
 
@@ -33,17 +32,12 @@ def _device(device: jax.Device) -> str:
 def main() -> None:
     """Prints one line for each thing that a bug report needs."""
     lines = [f"fp8flax {fp8flax.__version__}, Python {platform.python_version()}, {platform.platform()}"]
-    versions = {name: _version(name) for name in _PACKAGES}
-    lines += [f"{name}: {version}" for name, version in versions.items()]
+    lines += [f"{name}: {_version(name)}" for name in _PACKAGES]
     lines += [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     try:
         lines += [f"{count} × {device}" for device, count in Counter(map(_device, jax.devices())).items()]
     except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not available
         lines += [f"no device: {error}"]
-    if versions["fp8flax"] != "not installed":
-        for requirement in importlib.metadata.requires("fp8flax") or ():
-            if found := re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement):
-                lines += [f"extra {found[2]}: {found[1]} {_version(found[1])}"]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

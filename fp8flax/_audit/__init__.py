@@ -2,7 +2,7 @@
 
 from fp8flax._audit.auditing import assert_fp8, audit
 from fp8flax._audit.compiling import compile_only_devices
-from fp8flax._audit.dots import AuditedGemm
+from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._audit.report import AuditReport
 
 __all__ = ["AuditReport", "AuditedGemm", "assert_fp8", "audit", "compile_only_devices"]

@@ -2,225 +2,130 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
-from fp8flax._audit.hlo import Array, Computation, Instruction, Program
-from fp8flax._audit.traffic import SLICES, VIEWS
+from fp8flax._audit.gemms import AuditedGemm, path_of, role_of
+from fp8flax._audit.hlo import SLICES, VIEWS, Instruction
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, GROUPED_GEMM
 
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
 """Instructions that may stand between the conversion from FP8 to a wide dtype and the GEMM."""
 
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditedGemm:
-    """One matrix product (GEMM) of a compiled program: a row of ``AuditReport.gemms``.
 
-    A convolution counts as the GEMM of its windows with its kernel, and so do its gradients.
+def gemms_of(kernel: Instruction, trip_count: int, num_bytes: int) -> Iterator[AuditedGemm]:
+    """Yields the products and convolutions that a GPU kernel computes.
+
+    ``num_bytes`` is what one launch moves; it counts for the first of them.
     """
-
-    path: str = ""
-    """The modules and named scopes around the GEMM: ``Transformer/block_0/up``; ``""`` if unknown."""
-    role: str = "forward"
-    """``forward``, ``recomputed forward``, ``dgrad``, ``wgrad`` or ``backward``.
-
-    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is a gradient of a product
-    outside of the FP8 ops."""
-    batch: int
-    """Number of independent products; 1 for a layer."""
-    m: int
-    """Rows of the left operand in the GPU kernel. XLA may have swapped the operands."""
-    k: int
-    """Length of the sum, including the padding that XLA adds to some odd sizes."""
-    n: int
-    """Columns of the right operand."""
-    lhs_dtype: str
-    """Dtype of the left operand as it is multiplied, by JAX's name, such as ``float8_e4m3fn``."""
-    rhs_dtype: str
-    """Dtype of the right operand as it is multiplied."""
-    out_dtype: str
-    """Dtype of the result. It is float32 if XLA splits the sum and adds the parts in a later kernel."""
-    backend: str
-    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` or ``other``.
-
-    ``Pallas`` is a GPU kernel of this package. ``other`` is a plain loop."""
-    accumulation: str = "default"
-    """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
-    is_fp8: bool = False
-    """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
-    may_be_fp8: bool = False
-    """Whether FP8 units may compute the GEMM on the device.
-
-    This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
-    """
-    reason: str = ""
-    """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
-    trip_count: int = 1
-    """How often the GEMM runs per call: the product of the trip counts of the loops around it."""
-    bytes: int = 0
-    """Bytes that the GPU kernel reads and writes, over all trips."""
-    op_name: str
-    """JAX's full name of the operation, including what ``path`` leaves out."""
-    fp8_sources: tuple[str, ...] = ("", "")
-    """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
-
-    @property
-    def flops(self) -> int:
-        """Returns the floating-point operations over all trips: two per multiply and add."""
-        return 2 * self.batch * self.m * self.k * self.n * self.trip_count
+    backend = _backend(kernel)
+    for i, dot in enumerate(_multiplying(kernel) if backend else ()):
+        lhs, rhs = (operand.result for operand in dot.operands[:2])
+        is_convolution = dot.opcode == "convolution" or dot.target.startswith("__cudnn$conv")
+        batch, m, k, n = _sizes_of_convolution(dot) if is_convolution else _sizes_of_dot(dot, kernel)
+        out = next((array for array in kernel.results if array.size == dot.result.size), dot.result)
+        yield AuditedGemm(
+            path=path_of(dot.op_name),
+            role=role_of(dot.op_name),
+            batch=batch,
+            m=m,
+            k=k,
+            n=n,
+            lhs_dtype=_name_of(lhs.dtype),
+            rhs_dtype=_name_of(rhs.dtype),
+            out_dtype=_name_of(out.dtype),
+            backend=backend,
+            accumulation=_accumulation(dot),
+            trip_count=trip_count,
+            bytes=0 if i else num_bytes * trip_count,
+            op_name=dot.op_name,
+            fp8_sources=tuple(_name_of(next(_fp8_sources(o), "")) for o in dot.operands[:2]),
+        )
 
 
-class _Place(NamedTuple):
-    """The place of an instruction in a program."""
-
-    computation: Computation
-    instruction: Instruction
-    caller: _Place | None = None
-    """The fusion that contains the instruction."""
-
-    @property
-    def kernel(self) -> _Place:
-        """The outermost fusion around the instruction; without a fusion the instruction itself."""
-        return self if self.caller is None else self.caller.kernel
-
-    def operand(self, index: int) -> _Place:
-        """Returns the place of the operand at ``index``."""
-        return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
+def _name_of(dtype: str) -> str:
+    """Returns the name that JAX has for an XLA dtype of floats; other names are XLA's."""
+    return "float8_" + dtype[2:] if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
 
 
-def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[AuditedGemm]:
-    """Yields the products and convolutions that an instruction of ``computation`` launches.
-
-    Their dtypes have XLA's names.
-    """
-    backend = _backend(instruction)
-    if backend is not None:
-        for place in _multiplying(program, _Place(computation, instruction)):
-            is_convolution = place.instruction.opcode == "convolution" or (
-                place.instruction.attribute("custom_call_target").startswith("__cudnn$conv")
-            )
-            yield (_read_convolution if is_convolution else _read_dot)(program, place, backend)
-
-
-def _backend(instruction: Instruction) -> str | None:
-    """Returns the backend of an instruction; None if it is neither a fusion nor a matrix product."""
-    if instruction.opcode in ("fusion", "fusion-start"):
-        kind = instruction.config.get("fusion_backend_config", {}).get("kind", "")
+def _backend(kernel: Instruction) -> str:
+    """Returns the backend of a kernel; an empty string if it is neither a fusion nor a matrix product."""
+    if kernel.fused is not None:
+        kind = kernel.config.get("fusion_backend_config", {}).get("kind", "")
         parts = {"triton": "Triton", "cudnn": "cuDNN", "cublas": "cublasLt"}
         return next((backend for part, backend in parts.items() if part in kind), "other")
-    if instruction.opcode in ("dot", "convolution"):
+    if kernel.opcode in ("dot", "convolution"):
         return "other"
-    target = instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
-    if target == "__gpu$xla.gpu.triton" or target.startswith("mosaic_gpu"):
-        is_ours = not {BLOCK_GEMM_HOPPER, GROUPED_GEMM}.isdisjoint(instruction.op_name.split("/"))
-        return "Pallas" if is_ours else None
-    if target.startswith("__cublas$lt$matmul"):
-        return "cublasLt"
-    if target == "__cublas$gemm":
-        return "cuBLAS"
-    is_cudnns = target.startswith("__cudnn$conv") or target == "__cudnn$blockScaledDot"
-    return "cuDNN" if is_cudnns else None
+    if kernel.target.startswith("mosaic_gpu"):  # no GPU kernel of ours in Triton multiplies
+        is_ours = not {BLOCK_GEMM_HOPPER, GROUPED_GEMM}.isdisjoint(kernel.op_name.split("/"))
+        return "Pallas" if is_ours else ""
+    libraries = {
+        "__cublas$lt$matmul": "cublasLt",
+        "__cublas$gemm": "cuBLAS",
+        "__cudnn$conv": "cuDNN",
+        "__cudnn$blockScaledDot": "cuDNN",
+    }
+    return next((name for start, name in libraries.items() if kernel.target.startswith(start)), "")
 
 
-def _multiplying(program: Program, place: _Place) -> Iterator[_Place]:
-    """Yields the place of an instruction; for a fusion those of all dots and convolutions inside of it."""
-    fused = program.fused(place.instruction)
-    if fused is None:
-        yield place
+def _multiplying(instruction: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction; for a fusion all dots and convolutions inside of it."""
+    if instruction.fused is None:
+        yield instruction
         return
-    for instruction in fused.instructions.values():
-        if instruction.opcode in ("dot", "convolution", "fusion"):
-            yield from _multiplying(program, _Place(fused, instruction, place))
+    for inner in instruction.fused.instructions.values():
+        if inner.opcode in ("dot", "convolution", "fusion"):
+            yield from _multiplying(inner)
 
 
-def _multiplied(program: Program, place: _Place) -> tuple[Array, Array, dict[str, Any]]:
-    """Returns the two operands of a product, and the fields of ``AuditedGemm`` that describe them."""
-    lhs, rhs = (place.operand(i).instruction.result for i in (0, 1))
-    sources = tuple(next(_fp8_sources(program, place.operand(i)), "") for i in (0, 1))
-    fields = {"lhs_dtype": lhs.dtype, "rhs_dtype": rhs.dtype, "fp8_sources": sources}
-    return lhs, rhs, {**fields, "op_name": place.instruction.op_name}
-
-
-def _read_dot(program: Program, place: _Place, backend: str) -> AuditedGemm:
-    lhs, rhs, fields = _multiplied(program, place)
-    dot, kernel = place.instruction, place.kernel
-    is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
-    contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
-    summed = _summed_dims(program, kernel.computation, kernel.instruction)
+def _sizes_of_dot(dot: Instruction, kernel: Instruction) -> tuple[int, int, int, int]:
+    """Returns batch, m, k and n of a product, which may be a part of the kernel."""
+    lhs, rhs = (operand.result for operand in dot.operands[:2])
+    if dot.opcode == "dot" or dot.target.startswith("__cublas"):
+        contracting, batch = (_dims(dot, kind) for kind in ("contracting", "batch"))
+    else:  # scales per block: both operands are contracted along their last dimension
+        contracting, batch = [len(lhs.dims) - 1], list(range(len(lhs.dims) - 2))
     # XLA cuts a long sum into batches ("split-K"), whose products a later kernel adds up.
-    for i in sorted(summed, reverse=True):
-        if i < len(batch[0]):
-            for c, b in zip(contracting, batch):
-                c.append(b.pop(i))
-    free = [
-        [i for i in range(len(a.dims)) if i not in (*c, *b)]
-        for a, c, b in zip((lhs, rhs), contracting, batch)
-    ]
-    m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
-    num, names = math.prod(lhs.dims[i] for i in batch[0]), dot.op_name.split("/")
+    summed = _summed_dims(kernel) & set(range(len(batch)))
+    num = math.prod(lhs.dims[dim] for i, dim in enumerate(batch) if i not in summed)
+    k = math.prod(lhs.dims[dim] for dim in [*contracting, *(batch[i] for i in summed)])
+    m, n = (array.size // max(1, num * k) for array in (lhs, rhs))
+    names = dot.op_name.split("/")
     if BLOCK_GEMM_HOPPER in names:  # the matrices of a batch are stacked as rows
         num = n // dot.result.dims[1]
         m, n = m // num, n // num
     elif GROUPED_GEMM in names:  # each row or column is multiplied by one group only
         n = dot.result.dims[1]
-    size = math.prod(dot.result.dims)
-    out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
-    return AuditedGemm(
-        **fields,
-        batch=num,
-        m=m,
-        k=math.prod(lhs.dims[i] for i in contracting[0]),
-        n=n,
-        out_dtype=out.dtype,
-        backend=backend,
-        accumulation=_accumulation(dot),
-    )
+    return num, m, k, n
 
 
-def _dimensions(
-    dot: Instruction, operands: tuple[Array, Array], is_block_scaled: bool
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the contracted dimensions of the two operands, and their batch dimensions."""
-    sides = ("lhs", "rhs")
-    if is_block_scaled:  # both operands are contracted along their last dimension
-        ndims = [len(a.dims) for a in operands]
-        return [[ndim - 1] for ndim in ndims], [list(range(ndim - 2)) for ndim in ndims]
-    config = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-
-    def dims_of(side: str, kind: str) -> list[int]:
-        in_config = config.get(f"{side}_{kind}_dimensions") or ()
-        return list(map(int, in_config)) or list(dot.ints(f"{side}_{kind}_dims"))
-
-    return [dims_of(s, "contracting") for s in sides], [dims_of(s, "batch") for s in sides]
+def _dims(dot: Instruction, kind: str) -> list[int]:
+    """Returns the dimensions of the left operand that are contracted, or those of the batch."""
+    config = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
+    if config is not None:
+        return list(map(int, config.get(f"lhs_{kind}_dimensions", ())))
+    return dot.ints(f"lhs_{kind}_dims")
 
 
-def _read_convolution(program: Program, place: _Place, backend: str) -> AuditedGemm:
-    lhs, rhs, fields = _multiplied(program, place)
-    conv = place.instruction
+def _sizes_of_convolution(conv: Instruction) -> tuple[int, int, int, int]:
+    """Returns the groups of a convolution, and m, k and n of the GEMM of windows and kernel."""
+    lhs, rhs = (operand.result for operand in conv.operands[:2])
     # In cuDNN's gradients the dimension labels are those of the forward convolution.
     kernel, out = {
         "__cudnn$convBackwardInput": (rhs, lhs),
         "__cudnn$convBackwardFilter": (conv.result, rhs),
-    }.get(conv.attribute("custom_call_target"), (rhs, conv.result))
+    }.get(conv.target, (rhs, conv.result))
     labels = re.split("_|->", conv.attribute("dim_labels"))
     num_features = out.dims[labels[2].index("f")]
     groups = int(conv.attribute("feature_group_count") or 1)
-    return AuditedGemm(
-        **fields,
-        batch=groups,
-        m=math.prod(out.dims) // max(1, num_features),
-        k=math.prod(kernel.dims) // max(1, kernel.dims[labels[1].index("o")]),
-        n=num_features // groups,
-        out_dtype=conv.result.dtype,
-        backend=backend,
-    )
+    m = out.size // max(1, num_features)
+    return groups, m, kernel.size // max(1, kernel.dims[labels[1].index("o")]), num_features // groups
 
 
-def _summed_dims(program: Program, computation: Computation, value: Instruction) -> frozenset[int]:
+def _summed_dims(value: Instruction) -> set[int]:
     """Returns the dimensions of an array that all instructions that read it sum over.
 
     For ``%p`` it is dimension 0, if these two instructions alone read it, the first through the fusion::
@@ -228,48 +133,46 @@ def _summed_dims(program: Program, computation: Computation, value: Instruction)
         %r = f32[8,4] fusion(f32[2,8,4] %p), calls=%sum    where %sum has reduce(%parameter), dimensions={0}
         %s = f32[8,4] reduce(f32[2,8,4] %p, f32[] %zero), dimensions={0}
     """
-    summed: list[frozenset[int]] = []
-    for user in computation.users[value.name]:
-        fused = program.fused(user)
-        if fused is not None:
-            read = [p for p, o in zip(fused.parameters, user.operands) if o == value.name]
-            summed += [_summed_dims(program, fused, parameter) for parameter in read]
+    summed: list[set[int]] = []
+    for user in value.users:
+        if user.fused is not None:
+            read = zip(user.fused.parameters, user.operands)
+            summed += [_summed_dims(parameter) for parameter, operand in read if operand is value]
         elif user.opcode == "get-tuple-element" and user.attribute("index") != "0":
             continue  # the workspace of a library's kernel
         elif user.opcode in ("get-tuple-element", "convert", "bitcast"):
             pairs = enumerate(zip(user.result.dims, value.result.dims))
             same = next((i for i, (a, b) in pairs if a != b), len(user.result.dims))
-            summed.append(_summed_dims(program, computation, user) & frozenset(range(same)))
+            summed.append(_summed_dims(user) & set(range(same)))
         else:
-            summed.append(frozenset(user.ints("dimensions") if user.opcode == "reduce" else ()))
-    return frozenset.intersection(*summed) if summed else frozenset()
+            summed.append(set(user.ints("dimensions") if user.opcode == "reduce" else ()))
+    return set.intersection(*summed) if summed else set()
 
 
-def _fp8_sources(program: Program, place: _Place, element: int = 0) -> Iterator[str]:
+def _fp8_sources(value: Instruction, element: int = 0) -> Iterator[str]:
     """Yields the FP8 dtypes that a value was converted from; ``element`` is its index in a tuple.
 
     The search follows instructions that keep or scale the value. From a parameter of a fusion it goes on to
     the instruction that computes that parameter.
     """
-    instruction = place.instruction
-    if instruction.result.dtype.startswith("f8") and len(instruction.results) == 1:
-        yield instruction.result.dtype
-    elif instruction.opcode == "parameter" and place.caller is not None:
-        yield from _fp8_sources(program, place.caller.operand(int(instruction.text)))
-    elif instruction.opcode == "get-tuple-element":
-        yield from _fp8_sources(program, place.operand(0), int(instruction.attribute("index") or 0))
-    elif instruction.opcode == "fusion":
-        fused = program.computations[instruction.called("calls")[0]]
-        made = fused.outputs[min(element, len(fused.outputs) - 1)]
-        yield from _fp8_sources(program, _Place(fused, made, place))
-    elif instruction.opcode in _VALUE_KEEPING:
-        for i in range(len(instruction.operands)):
-            yield from _fp8_sources(program, place.operand(i))
+    caller = value.computation.caller
+    if value.result.dtype.startswith("f8") and len(value.results) == 1:
+        yield value.result.dtype
+    elif value.opcode == "parameter" and caller is not None and caller.fused is not None:
+        yield from _fp8_sources(caller.operands[int(value.text)])
+    elif value.opcode == "get-tuple-element":
+        yield from _fp8_sources(value.operands[0], int(value.attribute("index") or 0))
+    elif value.fused is not None:
+        outputs = value.fused.outputs
+        yield from _fp8_sources(outputs[min(element, len(outputs) - 1)])
+    elif value.opcode in _VALUE_KEEPING:
+        for operand in value.operands:
+            yield from _fp8_sources(operand)
 
 
 def _accumulation(dot: Instruction) -> str:
     """Returns how cublasLt accumulates in FP8; ``default`` for other backends, which do not state it."""
-    if dot.attribute("custom_call_target") != "__cublas$lt$matmul$f8":
+    if dot.target != "__cublas$lt$matmul$f8":
         return "default"
     precision = dot.config.get("gemm_backend_config", {}).get("precision_config", {})
     algorithm = precision.get("algorithm", "ALG_UNSET")

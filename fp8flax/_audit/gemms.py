@@ -1,28 +1,71 @@
-"""Describes the GEMMs of a compiled program for the audit: whether each runs in FP8, and if not, why."""
+"""A GEMM of a compiled program, as the audit shows it: where it is, and whether and why it runs in FP8."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-from fp8flax._audit.compiling import Target, compiles_algorithms
-from fp8flax._audit.dots import AuditedGemm
-from fp8flax._audit.kernels import Summary
-from fp8flax._core.names import (
-    BY_OP,
-    CHOSEN_WIDE,
-    CONVOLVED_WIDE,
-    CUBLASLT,
-    DGRAD,
-    FORWARD,
-    KEPT_WIDE,
-    NOT_CONVERTED,
-    SWITCHED_OFF,
-    WGRAD,
-    WITHOUT_UNITS,
-)
+from fp8flax._audit.compiling import Target
+from fp8flax._core import names
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditedGemm:
+    """One matrix product (GEMM) of a compiled program: a row of ``AuditReport.gemms``.
+
+    A convolution counts as the GEMM of its windows with its kernel, and so do its gradients.
+    """
+
+    path: str = ""
+    """The modules and named scopes around the GEMM: ``Transformer/block_0/up``; ``""`` if unknown."""
+    role: str = "forward"
+    """``forward``, ``recomputed forward``, ``dgrad``, ``wgrad`` or ``backward``.
+
+    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is a gradient of a product
+    outside of the FP8 ops."""
+    batch: int
+    """Number of independent products; 1 for a layer."""
+    m: int
+    """Rows of the left operand in the GPU kernel. XLA may have swapped the operands."""
+    k: int
+    """Length of the sum, including the padding that XLA adds to some odd sizes."""
+    n: int
+    """Columns of the right operand."""
+    lhs_dtype: str
+    """Dtype of the left operand as it is multiplied, by JAX's name, such as ``float8_e4m3fn``."""
+    rhs_dtype: str
+    """Dtype of the right operand as it is multiplied."""
+    out_dtype: str
+    """Dtype of the result. It is float32 if XLA splits the sum and adds the parts in a later kernel."""
+    backend: str
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` or ``other``.
+
+    ``Pallas`` is a GPU kernel of this package. ``other`` is a plain loop."""
+    accumulation: str = "default"
+    """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
+    is_fp8: bool = False
+    """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
+    may_be_fp8: bool = False
+    """Whether FP8 units may compute the GEMM on the device.
+
+    This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
+    """
+    reason: str = ""
+    """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
+    trip_count: int = 1
+    """How often the GEMM runs per call: the product of the trip counts of the loops around it."""
+    bytes: int = 0
+    """Bytes that the GPU kernel reads and writes, over all trips."""
+    op_name: str
+    """JAX's full name of the operation, including what ``path`` leaves out."""
+    fp8_sources: tuple[str, ...] = ("", "")
+    """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
+
+    @property
+    def flops(self) -> int:
+        """Returns the floating-point operations over all trips: two per multiply and add."""
+        return 2 * self.batch * self.m * self.k * self.n * self.trip_count
+
 
 _MAY_BE_FP8 = (
     "FP8 operands, and no accumulation that makes XLA use cublasLt: in a Triton kernel the tile decides "
@@ -30,107 +73,64 @@ _MAY_BE_FP8 = (
 )
 
 
-def is_without_triton(program: Summary, target: Target) -> bool:
-    """Returns whether a program was compiled without XLA's Triton GEMMs, see ``compile_lowered``."""
-    dots = (dot for kernel in program.kernels for dot in kernel.dots)
-    return target.gpu is not None and not compiles_algorithms() and any(map(_is_for_cublaslt, dots))
+def asks_for_cublaslt(gemm: AuditedGemm) -> bool:
+    """Returns whether this package asks for cublasLt, so that Triton does not get the GEMM."""
+    return names.CUBLASLT in gemm.op_name.split("/")
 
 
-def _is_for_cublaslt(dot: AuditedGemm) -> bool:
-    return CUBLASLT in dot.op_name.split("/")
+def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> AuditedGemm:
+    """Returns a GEMM with the statement whether FP8 units of ``target`` compute it, and why not.
+
+    ``without_triton`` says whether XLA was not allowed to use its Triton GEMMs, see ``compile_lowered``.
+    """
+    is_fp8 = target.has_fp8_units and gemm.backend != "other" and _has_fp8_operands(gemm)
+    is_tritons = gemm.backend == "Triton" or (
+        without_triton and gemm.backend == "cublasLt" and not asks_for_cublaslt(gemm)
+    )
+    if is_fp8 and is_tritons:
+        return dataclasses.replace(gemm, may_be_fp8=True, accumulation="default", reason=_MAY_BE_FP8)
+    reason = "" if is_fp8 else _why_not(gemm, target)
+    return dataclasses.replace(gemm, is_fp8=is_fp8, reason=reason)
 
 
-def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
-    """Returns the GEMMs of a program, compiled for ``target``, in the order of its kernels."""
-    without_triton = is_without_triton(program, target)
-    gemms = []
-    for kernel in program.kernels:
-        for i, dot in enumerate(kernel.dots):
-            takes_fp8 = target.has_fp8_units and _takes_fp8(dot)
-            may_be_fp8 = takes_fp8 and (
-                dot.backend == "Triton"
-                # With Triton, XLA would have given it this GEMM.
-                or (without_triton and dot.backend == "cublasLt" and not _is_for_cublaslt(dot))
-            )
-            is_fp8 = takes_fp8 and not may_be_fp8
-            reason = _MAY_BE_FP8 if may_be_fp8 else why_not(dot, target)
-            gemms.append(
-                dataclasses.replace(
-                    dot,
-                    path=path_of(dot.op_name),
-                    role=role_of(dot.op_name),
-                    lhs_dtype=_dtype(dot.lhs_dtype),
-                    rhs_dtype=_dtype(dot.rhs_dtype),
-                    out_dtype=_dtype(dot.out_dtype),
-                    accumulation="default" if may_be_fp8 else dot.accumulation,
-                    is_fp8=is_fp8,
-                    may_be_fp8=may_be_fp8,
-                    reason="" if is_fp8 else reason,
-                    trip_count=kernel.trip_count,
-                    # If a kernel computes several products, its bytes count for the first one.
-                    bytes=0 if i else kernel.bytes * kernel.trip_count,
-                )
-            )
-    return tuple(gemms)
+def _has_fp8_operands(gemm: AuditedGemm) -> bool:
+    return gemm.lhs_dtype.startswith("float8") and gemm.rhs_dtype.startswith("float8")
 
 
-def _takes_fp8(dot: AuditedGemm) -> bool:
-    """Returns whether FP8 units compute a product if the device has them; for Triton, whether they may."""
-    if dot.backend == "other":
-        return False
-    return dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
-
-
-def _dtype(name: str) -> str:
-    """Returns the name that JAX has for an XLA dtype of floats; other names are XLA's."""
-    return "float8_" + name[2:] if name.startswith("f8") else _DTYPES.get(name, name)
-
-
-def why_not(dot: AuditedGemm, target: Target) -> str:
-    """Returns the reason why a product does not run in FP8."""
-    dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
-    parts = components(dot.op_name)
-    is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in parts)
-    for scope, reason in CHOSEN_WIDE.items():
-        if scope in parts:
+def _why_not(gemm: AuditedGemm, target: Target) -> str:
+    """Returns the reason why a GEMM does not run in FP8."""
+    dtypes = " and ".join(dict.fromkeys((gemm.lhs_dtype, gemm.rhs_dtype)))
+    scopes = components(gemm.op_name)
+    is_op = any(scope.startswith(("Fp8", "NANOOFp8")) for scope in scopes)
+    for scope, reason in names.CHOSEN_WIDE.items():
+        if scope in scopes:
             return reason.format(dtypes=dtypes)
-    if not target.has_fp8_units and (is_op or any(dot.fp8_sources)):
-        device = "the CPU" if target.platform == "cpu" else "this GPU"
-        return f"{device} has no FP8 units; the values are emulated"
-    for scope, reason in WITHOUT_UNITS.items():
-        if scope in parts:
+    if not target.has_fp8_units and (is_op or any(gemm.fp8_sources)):
+        return f"{target.device.device_kind} has no FP8 units; the values are emulated"
+    for scope, reason in names.WITHOUT_UNITS.items():
+        if scope in scopes:
             return reason.format(dtypes=dtypes)
-    if dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8"):
+    if _has_fp8_operands(gemm):
         return "operands are FP8, but the product is computed in a plain loop, without the FP8 units"
-    if dot.fp8_sources == ("f8e5m2", "f8e5m2"):
-        return f"e5m2×e5m2 is not supported by cublasLt; multiplied in {dtypes}"
-    if is_op or all(dot.fp8_sources):
+    if is_op or all(gemm.fp8_sources):
         return f"quantize-dequantize pattern not matched: multiplied in {dtypes}"
-    if any(dot.fp8_sources):
+    if any(gemm.fp8_sources):
         return f"only one operand comes from FP8: multiplied in {dtypes}"
-    or_batched = ", or a batched product (attention)" if dot.batch > 1 else ""
+    or_batched = ", or a batched product (attention)" if gemm.batch > 1 else ""
     return f"operands are {dtypes}: layer not converted{or_batched}"
 
 
-_WRAPPERS = frozenset(
-    (
-        "checkpoint",
-        "closed_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "eval_jaxpr",
-        "pjit",
-        "rematted_computation",
-        "shard_map",
-        "vmap",
-        BY_OP,
-        NOT_CONVERTED,
-    )
-)
-"""Components of an op name that JAX and ``quantize_model`` add; they are no modules."""
-
-_ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
+_ROLES = {names.FORWARD: "forward", names.DGRAD: "dgrad", names.WGRAD: "wgrad"}
 """The roles of GEMMs by the scopes in which the FP8 matmul computes them."""
+
+_INSIDE = (*_ROLES, names.SWITCHED_OFF, names.KEPT_WIDE, names.CONVOLVED_WIDE)
+"""The scopes with which the inside of an FP8 matmul begins."""
+
+_WRAPPERS = (
+    r"checkpoint|closed_call|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|rematted_computation|shard_map|vmap"
+    rf"|{names.BY_OP}|{names.NOT_CONVERTED}|(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+"
+)
+"""Components of an op name that JAX, ``quantize_model`` and FP8 ops add; they are no modules."""
 
 
 def components(op_name: str) -> list[str]:
@@ -146,9 +146,9 @@ def path_of(op_name: str) -> str:
     path = "/".join(components(op_name)[:-1])
     kept: list[str] = []
     for part in re.sub(r"\b(while/(body|cond)|cond/branch_\d+_fun)\b", "", path).split("/"):
-        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
-            break  # the parts that follow are inside the FP8 matmul
-        if part and part not in _WRAPPERS and not re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
+        if part in _INSIDE:
+            break
+        if part and not re.fullmatch(_WRAPPERS, part):
             kept.append(part)
     return "/".join(kept)
 

@@ -1,4 +1,4 @@
-"""Parses optimized HLO text: the instructions of each computation."""
+"""Parses optimized HLO text into a graph of instructions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import json
 import math
 import re
 from typing import Any
+
+SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+"""Instructions that read only as many elements of their first operand as they return."""
+
+VIEWS = frozenset(("bitcast", "reshape", "copy", "convert", "transpose"))
+"""Instructions that a fusion computes only for the elements that are needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,29 +25,36 @@ class Array:
     dims: tuple[int, ...]
 
     @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.dims)
+
+    @property
     def bytes(self) -> int:
         """The size in memory; 0 for tokens."""
-        if self.dtype == "pred":
-            bits = 8
-        else:
-            digits = re.match(r"[a-z]+(\d+)", self.dtype)
-            bits = int(digits[1]) if digits else 0
-        return math.ceil(math.prod(self.dims) * bits / 8)
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)
+        bits = 8 if self.dtype == "pred" else int(digits[1]) if digits else 0
+        return math.ceil(self.size * bits / 8)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Instruction:
-    """One instruction: a line of HLO."""
+    """One instruction: a line of HLO, linked with the instructions and computations around it."""
 
     name: str
     opcode: str
     results: tuple[Array, ...]
     """The arrays of the result; several for a tuple, whose nesting is dropped."""
-    operands: tuple[str, ...]
     text: str
     """The text between the parentheses of the operands."""
     attributes: str
     """The text after the operands."""
+    computation: Computation
+    operands: list[Instruction] = dataclasses.field(default_factory=list)
+    users: list[Instruction] = dataclasses.field(default_factory=list)
+    """The instructions that read the result."""
+    called: list[Computation] = dataclasses.field(default_factory=list)
+    """The computations that the instruction runs, all branches of a conditional, and the body of a loop."""
 
     @property
     def result(self) -> Array:
@@ -54,54 +67,49 @@ class Instruction:
         return sum(array.bytes for array in self.results)
 
     @property
+    def fused(self) -> Computation | None:
+        """The computation of a fusion; None for any other instruction."""
+        return self.called[0] if self.opcode in ("fusion", "fusion-start") else None
+
+    @property
     def op_name(self) -> str:
         """The name that JAX gave the operation, or an empty string."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
+    @property
+    def target(self) -> str:
+        """The target of a custom call, or an empty string."""
+        return self.attribute("custom_call_target")
+
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration of the backend; empty if there is none."""
-        start = self.attributes.find("backend_config={")
-        if start < 0:
-            return {}
-        try:
-            return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
-        except ValueError:  # an older form, which is not JSON and holds nothing that is needed here
-            return {}
+        """The configuration of the backend, for opcodes that have it as JSON; empty if there is none."""
+        _, name, text = self.attributes.partition("backend_config=")
+        return json.JSONDecoder().raw_decode(text)[0] if name else {}
 
     def attribute(self, name: str) -> str:
         """Returns the value of an attribute, without braces or quotes; an empty string if it is missing."""
         found = re.search(rf'(?:^|[ ,{{]){name}=(?:\{{([^}}]*)\}}|"([^"]*)"|([^, ]+))', self.attributes)
         return next((value for value in found.groups() if value is not None), "") if found else ""
 
-    def ints(self, name: str) -> tuple[int, ...]:
+    def ints(self, name: str) -> list[int]:
         """Returns the integers in the value of an attribute."""
-        return tuple(int(value) for value in re.findall(r"\d+", self.attribute(name)))
-
-    def called(self, *names: str) -> list[str]:
-        """Returns the computations that the given attributes name."""
-        return [c for name in names for c in re.findall(r"[^\s,%]+", self.attribute(name))]
+        return [int(value) for value in re.findall(r"\d+", self.attribute(name))]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Computation:
-    """A function of HLO: its instructions by name, in order."""
+    """A function of HLO."""
 
     name: str
-    instructions: dict[str, Instruction]
-    root: str
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    """The instructions by name, in order."""
+    root: Instruction | None = None
+    caller: Instruction | None = None
+    """An instruction that runs the computation; the only one for the computation of a fusion."""
 
-    @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """For each instruction, the instructions that read its result."""
-        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
-        for instruction in self.instructions.values():
-            for operand in set(instruction.operands):
-                users[operand].append(instruction)
-        return users
-
-    @functools.cached_property
+    @property
     def parameters(self) -> list[Instruction]:
         """The parameters of the function, in order."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
@@ -110,8 +118,8 @@ class Computation:
     @property
     def outputs(self) -> list[Instruction]:
         """The instructions that compute the results: the root, or the operands of a root tuple."""
-        root = self.instructions[self.root]
-        return [self.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
+        assert self.root is not None
+        return self.root.operands if self.root.opcode == "tuple" else [self.root]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,66 +127,63 @@ class Program:
     """The computations of an HLO module by name."""
 
     computations: dict[str, Computation]
-    entry: str
-
-    def fused(self, instruction: Instruction) -> Computation | None:
-        """Returns the computation of a fusion; None for any other instruction."""
-        if instruction.opcode not in ("fusion", "fusion-start"):
-            return None
-        return self.computations[instruction.called("calls")[0]]
+    entry: Computation
+    num_devices: int
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the position of the bracket that closes the one at ``start``; skips brackets in strings."""
-    depth = 0
-    for found in re.compile(r'"(?:[^"\\]|\\.)*"|[(){}]').finditer(text, start):
-        if found[0] in "({":
-            depth += 1
-        elif found[0] in ")}":
-            depth -= 1
-            if not depth:
-                return found.start()
-    raise ValueError(f"brackets do not match in this line of HLO: {text[:200]}")
+_LINE = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)")
+"""An instruction: its name, type, opcode, operands and attributes."""
+
+_CALLS = re.compile(
+    r"\b(?:calls|body|to_apply|(?:branch|called)_computations|(?:true|false)_computation)=(\{[^}]*\}|[^\s,]+)"
+)
+"""The attributes that name the computations that an instruction runs."""
 
 
-def _arrays(text: str) -> tuple[Array, ...]:
-    found = re.findall(r"([a-z]+[a-z0-9]*)\[([^\]]*)\]", text)
-    return tuple(Array(t, tuple(int(d) for d in re.findall(r"\d+", dims))) for t, dims in found)
-
-
-def _parse_line(name: str, line: str) -> Instruction:
-    """Parses the text after ``name =``: type, opcode, operands and attributes."""
-    after_type = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
-    opcode, rest = line[after_type:].lstrip().split("(", 1)
-    end = _closing("(" + rest, 0) - 1
-    text = rest[:end]
-    operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([^\s,(){}]+)", text))
-    return Instruction(name, opcode, _arrays(line[:after_type]), operands, text, rest[end + 1 :])
+def _link(program: Program) -> None:
+    """Connects each instruction with its operands, its users and the computations that it runs."""
+    for computation in program.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode not in ("constant", "parameter"):
+                names = re.findall(r"%([^\s,(){}]+)", instruction.text)
+                instruction.operands = [computation.instructions[name] for name in names]
+            for operand in dict.fromkeys(instruction.operands):
+                operand.users.append(instruction)
+            for value in _CALLS.findall(instruction.attributes):
+                for name in re.findall(r"%([^\s,}]+)", value):
+                    if name in program.computations:
+                        instruction.called.append(program.computations[name])
+                        program.computations[name].caller = instruction
 
 
 def parse(text: str) -> Program:
     """Parses the text of an HLO module.
 
     Raises:
-        ValueError: the text is not an HLO module.
+        ValueError: the text is not an HLO module, or an instruction is not in a known form.
     """
     computations: dict[str, Computation] = {}
-    entry = name = root = ""
-    instructions: dict[str, Instruction] | None = None
+    entry = computation = None
     for line in text.splitlines():
-        if instructions is None:
-            header = re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line)
-            if header:
-                instructions, name, root = {}, header[2], ""
-                entry = name if header[1] else entry
+        if computation is None:
+            if header := re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line):
+                computation = computations[header[2]] = Computation(header[2])
+                entry = computation if header[1] else entry
         elif line.startswith("}"):
-            computations[name] = Computation(name, instructions, root)
-            instructions = None
-        else:
-            found = re.match(r"\s+(ROOT )?%(\S+) = (.*)", line)
-            if found:
-                instructions[found[2]] = _parse_line(found[2], found[3])
-                root = found[2] if found[1] else root
-    if not entry:
+            computation = None
+        elif re.match(r"\s+(ROOT )?%\S+ = ", line):
+            found = _LINE.fullmatch(line)
+            if found is None:
+                raise ValueError(f"this line of HLO is not in a known form: {line[:200]}")
+            is_root, name, types, opcode, operands, attributes = found.groups()
+            arrays = re.findall(r"([a-z]+[a-z0-9]*)\[([^\]]*)\]", types)
+            results = tuple(Array(t, tuple(map(int, re.findall(r"\d+", dims)))) for t, dims in arrays)
+            instruction = Instruction(name, opcode, results, operands, attributes, computation)
+            computation.instructions[name] = instruction
+            computation.root = instruction if is_root else computation.root
+    if entry is None:
         raise ValueError("this is not the text of an HLO module: it has no entry computation.")
-    return Program(computations, entry)
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    program = Program(computations, entry, math.prod(map(int, counts)))
+    _link(program)
+    return program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from fp8flax._audit.dots import AuditedGemm
+from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._audit.time_model import PARTS, predicted_seconds
 from fp8flax._core.gemm.gpus import GPUS
 
@@ -102,38 +102,35 @@ class AuditReport:
     def summary(self) -> str:
         """Returns the result in one sentence."""
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
-        share = 100 * self.fp8_flops_share
-        maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
+        maybe = f", {may} may ({percent(self.maybe_fp8_flops_share)})," if may else ""
+        share = percent(self.fp8_flops_share)
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({percent(share)} of their FLOPs)"
-            f"{maybe} on {self.device}, JAX {self.jax_version}."
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){maybe} on "
+            f"{self.device}, JAX {self.jax_version}."
         )
 
     def __str__(self) -> str:
-        reasons = self._reasons()
+        reasons = list(dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason))
         rows = [_HEADER, *(self._row(gemm, reasons) for gemm in self.gemms)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.gemms:
             lines.insert(1, "-" * max(map(len, lines)))
-        notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
-        return "\n".join([*lines, *([""] if notes else []), *notes, "", *self._totals()])
+        if reasons:
+            lines += ["", *(f"[{number}] {reason}" for number, reason in enumerate(reasons, 1))]
+        return "\n".join([*lines, "", *self._totals()])
 
-    def _reasons(self) -> dict[str, int]:
-        reasons = dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason)
-        return {reason: number for number, reason in enumerate(reasons, 1)}
-
-    def _row(self, gemm: AuditedGemm, reasons: dict[str, int]) -> tuple[str, ...]:
+    def _row(self, gemm: AuditedGemm, reasons: list[str]) -> tuple[str, ...]:
         sizes = [gemm.m, gemm.k, gemm.n] if gemm.batch == 1 else [gemm.batch, gemm.m, gemm.k, gemm.n]
-        accumulation = "" if gemm.accumulation == "default" else f", {gemm.accumulation}"
+        dtypes = [_short(dtype) for dtype in (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype)]
         return (
             gemm.path or "(no name)",
             gemm.role,
             "×".join(map(str, sizes)) + (f" ({gemm.trip_count} times)" if gemm.trip_count > 1 else ""),
-            f"{_short(gemm.lhs_dtype)}×{_short(gemm.rhs_dtype)}→{_short(gemm.out_dtype)}",
-            gemm.backend + accumulation,
+            "{}×{}→{}".format(*dtypes),
+            gemm.backend + ("" if gemm.accumulation == "default" else f", {gemm.accumulation}"),
             f"{100 * gemm.flops / max(1, self.flops):.1f}",
-            "FP8" if not gemm.reason else f"{'may ' * gemm.may_be_fp8}[{reasons[gemm.reason]}]",
+            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else "FP8",
         )
 
     def _totals(self) -> list[str]:
@@ -146,10 +143,9 @@ class AuditReport:
         if self.bytes_sent_by:
             parts = ", ".join(f"{kind} {_mebibytes(size)}" for kind, size in self.bytes_sent_by.items())
             lines.append(f"Each device sends {_mebibytes(self.bytes_sent)}; {parts}.")
-        predicted = self.predicted_seconds
-        if predicted:
-            parts = ", ".join(f"{part} {1e3 * predicted[part]:.3g}" for part in PARTS)
-            lines.append(f"Predicted (not measured): {1e3 * predicted['total']:.3g} ms; {parts}.")
+        if predicted := {part: f"{1e3 * seconds:.3g}" for part, seconds in self.predicted_seconds.items()}:
+            parts = ", ".join(f"{part} {predicted[part]}" for part in PARTS)
+            lines.append(f"Predicted (not measured): {predicted['total']} ms; {parts}.")
         if self.unknown_trip_counts:
             lines.append("The trip count of a loop is not known, so its kernels count once.")
         if self.target != "local":
@@ -160,14 +156,13 @@ class AuditReport:
 
 
 def _short(dtype: str) -> str:
-    """Returns the short name of a dtype, for a table."""
-    short = re.sub(r"^float8_(e\dm\d).*", r"\1", dtype)
-    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}.get(short, short)
+    """Returns the short name of a dtype: ``e4m3``, ``bf16``, ``f32``."""
+    return re.sub(r"float8_(e\dm\d).*", r"\1", dtype).replace("float", "f")
 
 
 def percent(share: float) -> str:
-    """Returns a percentage as text; a share below 1 is never shown as 100 %."""
-    return ">99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
+    """Returns a share as text; one below 1 is never shown as 100 %."""
+    return ">99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
 
 
 def _mebibytes(size: int) -> str:

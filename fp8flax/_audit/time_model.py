@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8flax._audit.dots import AuditedGemm
+from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._core.gemm.gpus import Gpu
 
 BANDWIDTH_SHARE = 0.85

@@ -1,5 +1,6 @@
 """The audit compiles programs for a mesh of GPUs that are not present."""
 
+import re
 from functools import partial
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._core.names import BLOCK_QUANTIZE
 from tests.cases import struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -30,26 +32,16 @@ def on(mesh, x, *spec):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def step(kernel, x, op=fp8.Fp8DotGeneralOp):
+def step(kernel, x, op=fp8.Fp8DotGeneralOp, in_axes=()):
+    """Returns the gradients of a layer, with its new state; ``in_axes`` are those of ``jax.vmap``."""
     layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
-    state = jax.eval_shape(layer.init, jax.random.key(0), x)
-    state = {name: tree for name, tree in state.items() if name != "params"}
-    state = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
-
-    def loss(kernel, x):
-        return jnp.sum(jnp.sin(layer.apply({**state, "params": {"kernel": kernel}}, x).astype(jnp.float32)))
-
-    return jax.grad(loss, (0, 1))(kernel, x)
-
-
-def step_with_state(kernel, x):
-    """Returns the new state, too."""
-    layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
     shapes = jax.eval_shape(layer.init, jax.random.key(0), X)
-    state = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    state = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), {**shapes, "params": {}})
 
     def loss(variables, x):
-        return jnp.sum(jnp.sin(layer.apply(variables, x).astype(jnp.float32)))
+        apply = partial(layer.apply, variables)
+        out = jax.vmap(apply, *in_axes)(x) if in_axes else apply(x)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     return fp8.grad(loss, (0, 1))({**state, "params": {"kernel": kernel}}, x)
 
@@ -59,28 +51,33 @@ def test_each_gpu_does_its_part_in_fp8():
     """The wgrad contracts two dimensions; XLA's partitioner would drop the algorithm of such a dot."""
     mesh = mesh_of()
     args = on(mesh, KERNEL, None, "model"), on(mesh, X, "data")
-    step = step_with_state
     report = fp8.audit(step, *args, target=mesh)
     # An amax is one number there, and not one of each row, which would be two more kernels.
     assert report.num_kernels <= 31
     assert (report.target, report.device) == ("h200", "8 × NVIDIA H200")
     found = {gemm.role: (gemm.m, gemm.k, gemm.n, gemm.backend, gemm.is_fp8) for gemm in report.gemms}
-    assert found == {
-        "forward": (256, 256, 256, "cublasLt", True),
-        "dgrad": (256, 256, 256, "cublasLt", True),
-        "wgrad": (256, 256, 256, "cublasLt", True),
-    }
+    assert found == dict.fromkeys(("forward", "dgrad", "wgrad"), (256, 256, 256, "cublasLt", True))
     assert report.predicted_seconds["total"] > 0
     # The gradient of the input (256×256) is a sum over two devices, that of the kernel over four. The rest
     # is single numbers.
     wanted = 2 * (256 * 256 * 2) // 2 + 2 * (256 * 256 * 2) * 3 // 4
     assert wanted <= report.bytes_sent_by["all-reduce"] < wanted + 100
-    # A jitted function may have in_shardings instead; arrays on a mesh with these axis names fit, too.
-    shardings = tuple(x.sharding for x in args)
-    assert fp8.audit(jax.jit(step, in_shardings=shardings), KERNEL, X, target=mesh) == report
+
+
+def test_where_the_shardings_may_be():
+    """Arrays on another mesh with these axis names fit, and a jitted function may have in_shardings."""
+    mesh = mesh_of()
     here = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    rows, columns = on(mesh, X, "data"), on(mesh, KERNEL, None, "model")
+    expected = fp8.audit(jnp.dot, rows, columns, target=mesh)
+    assert [(gemm.m, gemm.k, gemm.n) for gemm in expected.gemms] == [(256, 256, 256)]
+    jitted = jax.jit(jnp.dot, in_shardings=(rows.sharding, columns.sharding))
+    assert fp8.audit(jitted, X, KERNEL, target=mesh) == expected
     with jax.set_mesh(mesh):
-        assert fp8.audit(step, on(here, KERNEL, None, "model"), on(here, X, "data"), target=mesh) == report
+        args = on(here, X, "data"), on(here, KERNEL, None, "model")
+        assert fp8.audit(jnp.dot, *args, target=mesh) == expected
+    of_one = fp8.audit(jnp.dot, X, KERNEL, target=mesh_of((1, 1)))
+    assert of_one == fp8.audit(jnp.dot, X, KERNEL)
 
 
 @pytest.mark.newest
@@ -109,33 +106,88 @@ def test_a_sequence_whose_parts_are_no_multiples_of_16():
     assert [gemm.is_fp8 for gemm in report.gemms] == 3 * [True]
 
 
-@pytest.mark.long  # see test_block_scaled_gemms_under_vmap
+@pytest.mark.long
 def test_128_blocks_under_vmap():
     """Each GPU has one element of the batch, and our kernel multiplies all of its rows."""
     mesh = Mesh(np.array(fp8.compile_only_devices("h200", 8)), ("data",))
-    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling())
-    layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
-
-    def step(kernel, x):
-        def loss(kernel, x):
-            out = jax.vmap(lambda x: layer.apply({"params": {"kernel": kernel}}, x))(x)
-            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
-
-        return jax.grad(loss, (0, 1))(kernel, x)
-
+    mapped = partial(step, op=partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling()), in_axes=(0,))
     x = on(mesh, struct(8, 256, 256, dtype=jnp.bfloat16), "data")
-    report = fp8.audit(step, on(mesh, KERNEL), x, target=mesh)
+    report = fp8.audit(mapped, on(mesh, KERNEL), x, target=mesh)
     assert [gemm.is_fp8 for gemm in report.gemms] == 3 * [True]
 
 
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
-def test_one_row_or_column_for_each_gpu(spec):
+@pytest.mark.long
+def test_block_scales_on_each_of_several_gpus(texts):
+    """With FSDP and split columns the kernels compute parts, and no more is sent than in bfloat16.
+
+    Each tensor is quantized once, for both of its GEMMs, and one set of codes is gathered.
+    """
+    mesh = mesh_of()
+    split, rows, whole = (NamedSharding(mesh, spec) for spec in (P("data", "model"), P("data"), P()))
+    kernel, x = struct(1024, 2048, dtype=jnp.bfloat16), struct(4096, 1024, dtype=jnp.bfloat16)
+
+    def audited(op):
+        layer = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
+
+        def loss(kernel, x):
+            out = layer.apply({"params": {"kernel": kernel}}, x)
+            return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+        step = jax.jit(
+            jax.value_and_grad(loss, (0, 1)),
+            in_shardings=(split, rows),
+            out_shardings=(whole, (split, rows)),
+        )
+        return fp8.audit(step, kernel, x, target=mesh)
+
+    wide = audited(None)
+    report = audited(partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling()))
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)] * 3
+    calls = re.findall(r"custom_call_target=.*op_name=\"(\S+)\"", texts[-1])
+    assert sum(BLOCK_QUANTIZE in call.split("/") for call in calls) == 3
+    scales = 2**14
+    for kind, size in report.bytes_sent_by.items():
+        share = 0.5 if kind == "all-gather" else 1
+        assert size <= share * wide.bytes_sent_by.get(kind, 0) + scales
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("is_mapped", "recipe"),
+    [
+        (True, fp8.Float8BlockScaling()),
+        (False, fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)),
+    ],
+    ids=["mapped-blocks", "split-current"],
+)
+def test_experts_on_each_of_several_gpus(is_mapped, recipe):
+    """The grouped GEMM runs on the rows of a device and all experts, in shard_map and in XLA's programs."""
+    mesh, split = Mesh(np.array(fp8.compile_only_devices("h200", 8)), ("experts",)), P("experts")
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+
+    def step(x, w, sizes):
+        out, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, sizes), x, w)
+        return vjp(out)
+
+    if is_mapped:
+        step = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
+    shapes = ((2048, 128), jnp.bfloat16), ((16, 128, 256), jnp.bfloat16), ((16,), jnp.int32)
+    args = [on(mesh, jax.ShapeDtypeStruct(*shape), "experts") for shape in shapes]
+    report = fp8.audit(step, *args, target=mesh)
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)] * 3
+
+
+def test_one_row_or_column_for_each_gpu():
     """The program compiles, although not to FP8."""
     mesh = Mesh(np.array(fp8.compile_only_devices("h200", 16)), ("data",))
     layer = nn.Dense(16, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op_without_state)
     x, kernel = struct(16, 256, dtype=jnp.bfloat16), struct(256, 16, dtype=jnp.bfloat16)
-    rows, columns = (on(mesh, x, *spec[:1]), on(mesh, kernel, None, *spec[1:]))
-    fp8.audit(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x), rows, columns, target=mesh)
+
+    def apply(*pairs):
+        return [layer.apply({"params": {"kernel": kernel}}, x) for x, kernel in pairs]
+
+    pairs = (on(mesh, x, "data"), on(mesh, kernel)), (on(mesh, x), on(mesh, kernel, None, "data"))
+    fp8.audit(apply, *pairs, target=mesh)
 
 
 def test_fewer_blocks_than_gpus():
@@ -161,20 +213,11 @@ def test_fewer_rows_than_a_block(target):
     assert len(fp8.audit(partial(step, op=op), kernel, x, target=mesh).gemms) == 3
 
 
-def test_a_mesh_of_one_is_one_gpu():
-    mesh, step_of = mesh_of((1, 1)), partial(step, op=partial(fp8.Fp8DotGeneralOp, form="qdq"))
-    assert fp8.audit(step_of, KERNEL, X, target=mesh) == fp8.audit(step_of, KERNEL, X)
-
-
 def test_errors():
     mesh = mesh_of((1, 2))
-    # Without the check before compiling, XLA would abort the process on JAX 0.12.
-    for function, args in ((step, (KERNEL, X)), (lambda x: jnp.cumsum(x, 0), (X,))):
-        with pytest.raises(RuntimeError, match="do not lie on the mesh"):
-            fp8.audit(jax.jit(function), *args, target=mesh)
-    other = on(mesh_of((2, 1), "b200"), X, "data").sharding
-    with pytest.raises(RuntimeError, match="Shardings|incompatible"):
-        fp8.audit(jax.jit(step, in_shardings=(None, other)), on(mesh, KERNEL), X, target=mesh)
+    for function in (lambda x: x + x, lambda x: jnp.cumsum(x, 0)):
+        with pytest.raises(ValueError, match="do not lie on the mesh"):
+            fp8.audit(jax.jit(function), X, target=mesh)
     for devices in (
         jax.devices()[:1],
         [*fp8.compile_only_devices("h200"), *fp8.compile_only_devices("b200")],

@@ -1,5 +1,6 @@
 """FP8 adds few kernels, bytes and memory to a whole training step that XLA compiles for an H200."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,15 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from fp8flax._audit import compiling, kernels
+from benchmarks import llama
+from fp8flax._audit import kernels
+from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax.demo import training
 from tests.cases import struct
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
+
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -23,64 +28,43 @@ def _optax_promotes():
         yield
 
 
-class Layer(nn.Module):
-    """The matmuls of a Llama's layer, with an elementwise product in the place of attention."""
-
-    op: Any
-
-    @nn.compact
-    def __call__(self, x):
-        dense = partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
-        norm = partial(nn.RMSNorm, dtype=jnp.bfloat16)
-        h = norm()(x)
-        query, key, value = (dense(4096, name=name)(h) for name in ("query", "key", "value"))
-        x = x + dense(4096, name="out")(nn.tanh(query) * key + value)
-        h = norm()(x)
-        gate, up = (dense(14336, name=name)(h) for name in ("gate", "up"))
-        return x + dense(4096, name="down")(nn.silu(gate) * up)
+def compiled(step, *args):
+    """Returns a program compiled for an H200: its text, its kernels, and its temporary bytes."""
+    program = compile_for(find_target("h200"), step, args)
+    text = program.as_text()
+    return text, kernels.read(text), program.memory_analysis().temp_size_in_bytes
 
 
-def step_of(apply):
-    """Returns a jitted step of a train state; the loss is a mean of squares."""
+def step_of(model, x):
+    """Returns a step that donates its state, and its arguments; the loss is a mean of squares."""
 
+    def initial():
+        variables = model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype))
+        return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
+
+    @partial(jax.jit, donate_argnums=0)
     def step(state, x):
         def loss(variables):
-            return jnp.mean(jnp.square(apply(state, variables, x).astype(jnp.float32)))
+            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
 
         value, grads = fp8.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
-    return jax.jit(step, donate_argnums=0)
+    return step, jax.eval_shape(initial), x
 
 
-def state_of(model, *args):
-    def initial(*args):
-        params = model.init(jax.random.key(0), *args)
-        return fp8.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-4))
-
-    return jax.eval_shape(initial, *args)
-
-
-def read(step, *args):
-    """Returns the kernels of a program compiled for an H200, and its temporary bytes."""
-    program = compiling.compile_for(compiling.find_target("h200"), step, args)
-    return kernels.read(program.as_text()).kernels, program.memory_analysis().temp_size_in_bytes
-
-
-def figures(op):
+def figures_of_llama(how):
     """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
-    model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
-    step = step_of(lambda state, variables, x: state.apply_fn(variables, x))
-    found, temporary = read(step, state_of(model, x), x)
-    for dot in (dot for kernel in found for dot in kernel.dots):
-        assert (dot.backend == "cublasLt" and dot.lhs_dtype.startswith("f8")) == (op is not None)
-    others = sum(k.bytes for k in found if not k.dots) // 2**20
-    return len(found), others, temporary // 2**20
+    step, initial, x = llama.training_step(how, 4096)
+    _, found, temporary = compiled(step, jax.eval_shape(initial), x)
+    for gemm in (gemm for kernel in found for gemm in kernel.gemms):
+        assert (gemm.backend == "cublasLt" and gemm.lhs_dtype.startswith("float8")) == (how != "bf16")
+    return len(found), sum(k.bytes for k in found if not k.gemms) // MIB, temporary // MIB
 
 
 @pytest.mark.newest
 def test_of_a_llama():
-    wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
+    wide, delayed = map(figures_of_llama, ("bf16", "delayed"))
     # Each of 14 layers adds five kernels: casts, transposes, and merges of amaxes. The states of all layers
     # are entered, left and checked in 13.
     assert delayed[0] - wide[0] <= 14 * 5 + 13
@@ -94,39 +78,74 @@ def test_of_a_llama():
 def test_of_the_demo():
     """The step has 580 kernels, and 410 in bfloat16."""
     task = training.lm(None, "delayed", None)
-    found, _ = read(training.train_step, *training.arguments_of_step(task, "fp8"))
+    _, found, _ = compiled(training.train_step, *training.arguments_of_step(task, "fp8"))
     assert len(found) <= 585
 
 
-def scanned(block, length, op):
-    """Returns the kernels of a step of ``num`` blocks under ``nn.scan``, and its temporary bytes."""
-    lifted = nn.scan(
-        block,
-        variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
-        split_rngs={"params": True},
-        length=length,
+def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
+    """Each further layer adds 12 kernels, three of them GEMMs, and AdamW 2. No donated state is copied."""
+    layer = partial(nn.Dense, 1024, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
+    two, four = (
+        compiled(*step_of(nn.Sequential([layer() for _ in range(number)]), struct(2048, 1024)))
+        for number in (2, 4)
     )
-    model, x = lifted(op), struct(8192, block.width, dtype=jnp.float32)
-    step = step_of(lambda state, variables, x: state.apply_fn(variables, x, None)[0])
-    return read(step, state_of(model, x, None), x)
+    assert "f32[1024]" in four[0]
+    assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four[0])
+    assert len(four[1]) - len(two[1]) <= 2 * 12  # 15 if each layer computes its own scales
 
 
-class Scanned(Layer):
-    width: int = 1024
+class Stack(nn.Module):
+    """Equal blocks under ``nn.scan``, each recomputed in the backward pass."""
+
+    block: Any
+    length: int
+    op: Any
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            nn.remat(self.block, policy=self.policy, prevent_cse=False),
+            variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
+            split_rngs={"params": True},
+            length=self.length,
+        )
+        return scanned(self.op)(x, None)[0]
+
+
+class Linear(nn.Module):
+    op: Any
 
     @nn.compact
     def __call__(self, x, _):
-        dense = partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
-        norm = partial(nn.LayerNorm, dtype=jnp.bfloat16)
-        h = norm()(x)
-        query, key, value = (dense(self.width, name=name)(h) for name in ("query", "key", "value"))
-        x = x + dense(self.width, name="out")(nn.tanh(query) * key + value)
-        h = norm()(x)
-        gate, up = (dense(4 * self.width, name=name)(h) for name in ("gate", "up"))
-        return x + dense(self.width, name="down")(nn.silu(gate) * up), None
+        return nn.relu(nn.Dense(x.shape[-1], dtype=jnp.bfloat16, dot_general_cls=self.op)(x)), None
+
+
+KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+
+
+def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16():
+    """Each layer is recomputed, from its FP8 operands where there are some."""
+    plain, ours = (
+        fp8.audit(*step_of(Stack(Linear, 8, op, policy), struct(4096, 1024)))
+        for op, policy in ((None, None), (fp8.Fp8DotGeneralOp, KEPT_IN_FP8))
+    )
+    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
+    assert {g.trip_count for g in ours.gemms} == {8}
+    assert ours.flops == plain.flops
+    assert ours.temp_bytes <= 0.9 * plain.temp_bytes
+
+
+class OfTransformer(nn.Module):
+    op: Any
+
+    @nn.compact
+    def __call__(self, x, _):
+        return llama.Layer(self.op)(x).astype(x.dtype), None
 
 
 def test_of_layers_under_scan_and_remat():
     """The step in bfloat16 runs 345 kernels."""
-    found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
+    x = struct(8192, 1024, dtype=jnp.float32)
+    _, found, _ = compiled(*step_of(Stack(OfTransformer, 4, fp8.Fp8DotGeneralOp), x))
     assert sum(kernel.trip_count for kernel in found) <= 740

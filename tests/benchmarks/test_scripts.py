@@ -20,7 +20,6 @@ from tests.cases import cells, residual_bytes
 from tests.reference_recipes import as_float64, tensorwise
 
 SMALL_STEP = {"rounds": 2, "mlp": (2, 16, 8)}
-SIZES = {"mlp": (2, 16, 8), "transformer": (1, 16, 2, 8)}
 HAS_QWIX = importlib.util.find_spec("qwix") is not None
 
 
@@ -71,12 +70,12 @@ def test_accuracy_agrees_with_numpy():
 # Counts of programs for a GPU.
 
 
-IN_CI = ("bf16", "fp8flax", "fp8flax-block128")
+COUNTED = ("bf16", "fp8flax")
 MEASURED = [name for name in dense.CONTENDERS if HAS_QWIX or not name.startswith("qwix")]
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", cells(MEASURED, repeated=[n for n in MEASURED if n not in IN_CI]))
+@pytest.mark.parametrize("name", cells(MEASURED, repeated=[n for n in MEASURED if n not in COUNTED]))
 def test_dense_counts_for_a_gpu(name):
     elements = 64 * 32 + 32 * 128 + 64 * 128
     row = dense.count(name, (64, 32, 128), "h200")
@@ -93,25 +92,24 @@ def test_dense_counts_for_a_gpu(name):
         np.testing.assert_allclose(row["gemm_bytes"], 4 * elements, rtol=0.01)
 
 
+IN_CI = [
+    ("FSDP", "axiswise", True, "h200"),
+    ("FSDP", "MXFP8", True, "h200"),
+    ("FSDP", "128-blocks", False, "b200"),
+    ("sequence, columns", "delayed", False, "h200"),
+    ("sequence, columns", "128-blocks", True, "h200"),
+    ("sequence, columns", "128-blocks", True, "b200"),
+    ("experts", "delayed", False, "h200"),
+    ("experts", "MXFP8", True, "h200"),
+]
+ALL = itertools.product(("FSDP", "sequence, columns", "experts"), collectives.RECIPES, (True,), ("h200",))
+OTHERS = [case for case in ALL if case not in IN_CI and case[1] != "bf16"]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("layout", "recipe", "is_backward", "target"),
-    [
-        ("FSDP", "axiswise", True, "h200"),
-        ("FSDP", "MXFP8", True, "h200"),
-        ("FSDP", "128-blocks", False, "b200"),
-        ("sequence, columns", "delayed", False, "h200"),
-        ("sequence, columns", "128-blocks", True, "h200"),
-        ("sequence, columns", "128-blocks", True, "b200"),
-        ("experts", "delayed", False, "h200"),
-        ("experts", "MXFP8", True, "h200"),
-        *(
-            pytest.param(layout, recipe, True, "h200", marks=pytest.mark.all_cells)
-            for layout in ("FSDP", "sequence, columns", "experts")
-            for recipe in ("delayed", "current", "axiswise", "128-blocks", "MXFP8")
-        ),
-    ],
+    ("layout", "recipe", "is_backward", "target"), cells(IN_CI + OTHERS, repeated=OTHERS)
 )
 def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_backward, target):
     """Half the bytes of the gathered tensor in bf16 and 1/32 for scales; sums as in bf16."""
@@ -133,6 +131,7 @@ def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_bac
     assert small <= 0.01 * of_sums
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("how", cells(llama.RECIPES, repeated=[n for n in llama.RECIPES if n != "delayed"]))
 def test_the_step_of_a_llama_runs_in_fp8(how):
@@ -145,9 +144,9 @@ def test_the_step_of_a_llama_runs_in_fp8(how):
 # Steps on a CPU.
 
 
-@pytest.mark.parametrize(("model", "dtype"), [*itertools.product(SIZES, step_cpu.DTYPES)])
-def test_backward_keeps_no_more_than_with_flax(model, dtype):
-    task = step_cpu.TASKS[model](SIZES[model])
+@pytest.mark.parametrize("dtype", cells(step_cpu.DTYPES, repeated=["float32"]))
+def test_backward_keeps_no_more_than_with_flax(dtype):
+    task = step_cpu.TASKS["transformer"]((1, 16, 2, 8))
 
     def kept(contender):
         module = task.make_model(contender.dot_general_cls, jnp.dtype(dtype))

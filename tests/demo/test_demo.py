@@ -16,11 +16,6 @@ from fp8flax.demo import data, report, training
 TINY = partial(
     training.Settings, batch_size=2, length=16, width=16, num_layers=1, validation_batches=2, steps=6
 )
-WORDS = {
-    "pos": ("wonderful", "moving", "brilliant", "superb"),
-    "neg": ("dull", "boring", "awful", "dreadful"),
-}
-OTHERS = ("the", "film", "of", "a", "man", "who", "finds", "his", "way", "home", "and", "was", "in", "end")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,16 +47,12 @@ def text(tmp_path):
 
 def write_reviews(folder, train=20, test=10):
     """Writes short reviews in the layout of aclImdb: as many of each class as the numbers say."""
-    rng = np.random.default_rng(0)
     for part, count in (("train", train), ("test", test)):
-        for name, words in WORDS.items():
+        for name, word, score in (("pos", "moving", 8), ("neg", "dull", 2)):
             below = folder / part / name
             below.mkdir(parents=True)
             for i in range(count):
-                text = [*rng.choice(OTHERS, 12), *rng.choice(words, 3)]
-                rng.shuffle(text)
-                score = 8 if name == "pos" else 2
-                (below / f"{i}_{score}.txt").write_text(" ".join(text).capitalize() + ".<br />")
+                (below / f"{i}_{score}.txt").write_text(f"A {word} film of a man who finds {i} ways.<br />")
     return folder
 
 
@@ -82,31 +73,23 @@ class TestText:
         sizes = [len((text / f"{i:02}.txt").read_bytes()) for i in range(12)]
         assert len(train) == sum(sizes) - sizes[0] - sizes[10]
 
-    def test_the_standard_library(self):
-        train, validation = data.load_corpus(None, 128)
-        assert len(train) > 3e6
-        assert len(validation) > 3e5
-        assert b"def " in train.tobytes()
-
     def test_batches_depend_on_seed_and_step_alone(self, text):
         train, _ = data.load_corpus(str(text), 16)
         batch = partial(data.train_batch, train, batch_size=4, length=16)
         first = batch(seed=0, step=5)
-        assert first.shape == (4, 17)
-        assert first.dtype == np.int32
+        assert (first.shape, first.dtype) == ((4, 17), np.int32)
         np.testing.assert_array_equal(first, batch(seed=0, step=5))
-        assert (first != batch(seed=0, step=6)).any()
-        assert (first != batch(seed=1, step=5)).any()
+        for seed, step in ((0, 6), (1, 5)):
+            assert (first != batch(seed=seed, step=step)).any()
 
 
 class TestReviews:
     def test_are_read_in_order(self, tmp_path):
-        folder = write_reviews(tmp_path / "data", train=10, test=2)
+        folder = write_reviews(tmp_path, train=10, test=2)
         below = folder / "test" / "pos"
         (below / "0_8.txt").write_bytes(b"caf\xe9 \xc3\xa9 the film")  # not UTF-8, and UTF-8
         (below / "notes.md").write_text("not a review")
         (folder / "train" / "unsup").mkdir()
-        (folder / "train" / "unsup" / "0_0.txt").write_text("not labelled")
         train, held_out = data.load_reviews(str(folder), 100, 16)
         np.testing.assert_array_equal(held_out.labels, [0, 0, 1, 1])
         assert (train.inputs.shape, train.inputs.dtype) == ((20, 16), np.int32)
@@ -122,11 +105,13 @@ class TestReviews:
         for name, text in texts.items():
             (tmp_path / name).mkdir(parents=True)
             (tmp_path / name / "0_0.txt").write_text(text)
-        train, held_out = data.load_reviews(str(tmp_path), 100, 4)
-        np.testing.assert_array_equal(train.inputs, [[3, 2, 3, 2], [3, 4, 0, 0]])
-        np.testing.assert_array_equal(held_out.inputs, [[1, 3, 2, 3], [2, 0, 0, 0]])
-        smaller, _ = data.load_reviews(str(tmp_path), 4, 4)
-        np.testing.assert_array_equal(smaller.inputs, [[3, 2, 3, 2], [3, 1, 0, 0]])
+        for size, words, others in (
+            (100, [[3, 2, 3, 2], [3, 4, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+            (4, [[3, 2, 3, 2], [3, 1, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+        ):
+            train, held_out = data.load_reviews(str(tmp_path), size, 4)
+            np.testing.assert_array_equal(train.inputs, words)
+            np.testing.assert_array_equal(held_out.inputs, others)
 
 
 class TestTraining:
@@ -143,12 +128,11 @@ class TestTraining:
         assert fp8.OVERWRITE_WITH_GRADIENT not in bf16
 
     def test_batches_of_reviews_depend_on_seed_and_step_alone(self, reviews):
-        task = training.imdb(None, "delayed", str(reviews))
-        first = task.batch(0, 5)
-        assert first.inputs.shape == (32, 200)
-        jax.tree.map(np.testing.assert_array_equal, first, task.batch(0, 5))
-        assert (first.inputs != task.batch(0, 6).inputs).any()
-        assert (first.inputs != task.batch(1, 5).inputs).any()
+        batch = training.imdb(None, "delayed", str(reviews)).batch
+        assert batch(0, 5).inputs.shape == (32, 200)
+        jax.tree.map(np.testing.assert_array_equal, batch(0, 5), batch(0, 5))
+        for other in (batch(0, 6), batch(1, 5)):
+            assert (batch(0, 5).inputs != other.inputs).any()
 
 
 @pytest.mark.long
@@ -177,6 +161,8 @@ class TestCommandLine:
             assert [one["step"] for one in run] == [1, 2, 3, 4, 5, 6]
             assert np.isfinite([one["loss"] for one in run]).all()
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+        cli.main(["--data", str(text), "--steps", "6", "--audit"])
+        assert "ByteTransformer/block_0/up" in capsys.readouterr().out
 
     def test_reviews_without_the_audit(self, reviews, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(report, "audit", without_audit)
@@ -188,14 +174,6 @@ class TestCommandLine:
         results = json.loads((out / "results.json").read_text())
         assert 0 < results["figures"]["validation accuracy"]["fp8"] < 1
         assert results["options"]["recipe"] == "mxfp8"
-
-    def test_the_audit(self, text, capsys, monkeypatch, gpu):
-        monkeypatch.setattr(training, "Settings", TINY)
-        monkeypatch.setattr(TINY, "steps", 300, raising=False)
-        cli.main(["--data", str(text), "--steps", "6", "--audit"])
-        printed = capsys.readouterr().out
-        assert "ByteTransformer/block_0/up" in printed
-        assert "GEMMs run in FP8" in printed
 
 
 @pytest.mark.parametrize(
@@ -214,6 +192,7 @@ def test_missing_data_is_one_line(arguments, word, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_missing_extra_is_named():
     code = "import sys; sys.modules['matplotlib'] = None; import fp8flax.demo.__main__"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,22 +1,17 @@
 """``python -m fp8flax`` prints what a bug report needs."""
 
 import importlib.metadata
-import subprocess
 import sys
 
 import jax
-import pytest
 
 import fp8flax as fp8
 from fp8flax import __main__ as command
 
 
-@pytest.mark.long
-def test_command():
-    out = subprocess.run(
-        [sys.executable, "-m", "fp8flax"], capture_output=True, text=True, check=True
-    ).stdout
-    lines = out.splitlines()
+def test_command(capsys):
+    command.main()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"fp8flax {fp8.__version__}, Python {sys.version.split()[0]}, ")
     assert f"jax: {jax.__version__}" in lines
     assert "JAX_PLATFORMS=cpu" in lines

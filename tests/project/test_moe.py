@@ -12,12 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-import fp8flax.nnx as fp8nnx
 from tests import ROOT
-from tests.cases import OWG, normal
+from tests.cases import OWG, cells, normal
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL)
-MOST_LINES = 80
 TOKENS, EXPERTS, WIDTH, HIDDEN = 11, 4, 8, 6
 
 
@@ -27,38 +25,29 @@ def _standard_promotion():
         yield
 
 
-def run(*blocks):
-    names = {"__name__": "page"}
+def run(names, *blocks):
+    """Returns the names after blocks of the page."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec("\n".join(blocks), names)
     return names
 
 
 @pytest.fixture(scope="module")
-def mixture():
-    return run(BLOCKS[0])["mixture"]
+def linen():
+    return run({"__name__": "page"}, *BLOCKS[:2])
 
 
 @pytest.fixture(scope="module")
-def linen():
-    return run(*BLOCKS[:2])
+def mixture(linen):
+    return linen["mixture"]
 
 
 @pytest.fixture(scope="module")
 def in_nnx(linen):
-    names = dict(linen)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(BLOCKS[2], names)
-    return names
+    return run(dict(linen), BLOCKS[2])
 
 
-def test_the_page_needs_few_lines():
-    code = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
-    assert len(BLOCKS) == 3
-    assert len(code) <= MOST_LINES
-
-
-@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+@pytest.mark.parametrize("top_k", cells([1, 2, EXPERTS], repeated=[EXPERTS]))
 def test_it_is_a_loop_over_experts(mixture, top_k):
     """Values and gradients, beside a program that multiplies every token by every expert."""
     tokens, logits = normal(0, TOKENS, WIDTH), normal(1, TOKENS, EXPERTS)
@@ -98,39 +87,27 @@ def test_the_balance_is_one_if_all_experts_are_used_equally(mixture):
         np.testing.assert_allclose(balance, expected, rtol=1e-3)
 
 
-def gradients_are_close(grads, wide):
-    """Asserts that each gradient in FP8 is near that in bf16, but not equal to it."""
-    for name, ours, theirs in zip(
-        ("down", "router", "up"), *map(jax.tree.leaves, (grads, wide)), strict=True
-    ):
-        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-        assert 1e-3 < error < 0.12, name
-
-
-def loss_of(out, balance, y):
-    return jnp.mean((out - y) ** 2) + 0.01 * balance
-
-
 def test_the_linen_layer_trains(linen):
-    model, x, y, step = (linen[name] for name in ("model", "x", "y", "train_step"))
+    """Each gradient in FP8 is near that in bf16, but not equal to it; the loss is halved in 30 steps."""
+    model, x, y, step, state = (linen[name] for name in ("model", "x", "y", "train_step", "state"))
 
     @partial(jax.jit, static_argnums=1)
     def grads_of(variables, enabled):
-        with fp8.autocast(enabled=enabled):
-            return fp8.grad(lambda variables: loss_of(*model.apply(variables, x), y))(variables)["params"]
+        def loss(variables):
+            out, balance = model.apply(variables, x)
+            return jnp.mean((out - y) ** 2) + 0.01 * balance
 
-    before = linen["state"].params  # after a step, so that scales fit
-    gradients_are_close(grads_of(before, True), grads_of(before, False))
-    losses = {}
-    for enabled in (False, True):
-        state = linen["state"]
         with fp8.autocast(enabled=enabled):
-            losses[enabled] = []
-            for _ in range(30):
-                state, loss = step(state, x, y)
-                losses[enabled].append(float(loss))
-    assert losses[True][-1] < 0.5 * losses[True][0]
-    assert abs(losses[True][-1] / losses[False][-1] - 1) < 0.1
+            return fp8.grad(loss)(variables)["params"]
+
+    in_fp8, wide = (grads_of(state.params, enabled) for enabled in (True, False))
+    for ours, theirs in zip(*map(jax.tree.leaves, (in_fp8, wide)), strict=True):
+        assert 1e-3 < np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 0.12
+    losses = []
+    for _ in range(30):
+        state, loss = step(state, x, y)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
     for name in ("up", "down"):
         op = state.params[OWG][name]["Fp8RaggedDotOp_0"]
         assert len(np.unique(op["kernel_scale"])) > 1  # each expert its own
@@ -139,13 +116,6 @@ def test_the_linen_layer_trains(linen):
 
 def test_the_nnx_layer_trains(in_nnx):
     model, optimizer, x, y, step = (in_nnx[name] for name in ("model", "optimizer", "x", "y", "train_step"))
-
-    @nnx.jit(static_argnums=1)
-    def grads_of(model, enabled):
-        with fp8.autocast(enabled=enabled):
-            return nnx.state(fp8nnx.grad(lambda model: loss_of(*model(x), y))(model), nnx.Param)
-
-    gradients_are_close(grads_of(model, True), grads_of(model, False))
     losses = [float(step(model, optimizer, x, y)) for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
     for experts in (model.up, model.down):

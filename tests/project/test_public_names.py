@@ -1,14 +1,17 @@
-"""Public names: what ``__all__`` lists, and that tools find sources and annotations."""
+"""Public names: ``__all__`` lists them, tools find sources and annotations, and a page describes each."""
 
 import ast
 import inspect
+import re
 import typing
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
+from tests import ROOT
 
 PACKAGES = pytest.mark.parametrize("package", [fp8, fp8nnx], ids=lambda package: package.__name__)
 
@@ -19,7 +22,8 @@ def test_all_is_what_is_imported(package):
     imports = (
         n for n in ast.parse(Path(package.__file__).read_text()).body if isinstance(n, ast.ImportFrom)
     )
-    names = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    names = {name for name in names if not name.startswith("_")}
     assert sorted(package.__all__) == sorted(names)
     namespace = {}
     exec(f"from {package.__name__} import *", namespace)
@@ -36,3 +40,12 @@ def test_tools_find_sources_and_annotations(package):
         assert inspect.getsource(value)
         # Optax's alias for a tree of arrays names itself, and Flax's TrainState does not import the name.
         typing.get_type_hints(value, localns={"ArrayTree": typing.Any})  # raises if a name is unknown
+
+
+@PACKAGES
+def test_each_name_is_on_one_page_of_the_api(package):
+    pages = (path.read_text() for path in sorted((ROOT / "docs" / "api").glob("*.md")))
+    described = Counter(name for text in pages for name in re.findall(r"^::: (\S+)$", text, re.M))
+    of_nnx = Counter({name: n for name, n in described.items() if name.startswith("fp8flax.nnx.")})
+    names = Counter(f"{package.__name__}.{name}" for name in package.__all__)
+    assert names == (of_nnx if package is fp8nnx else described - of_nnx)

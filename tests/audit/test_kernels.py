@@ -1,0 +1,319 @@
+"""Programs, written by hand as XLA's text: their kernels, bytes and GEMMs."""
+
+import pytest
+
+from fp8flax._audit.hlo import Array, parse
+from fp8flax._audit.kernels import read
+
+HEADER = 'HloModule jit_f, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "f.py"\n\n'
+
+
+def computation(name, types, *lines):
+    """Returns the text of a computation with parameters ``%p0``, ``%p1``, …; its last line is the root."""
+    *body, root = [f"%p{i} = {dtype} parameter({i})" for i, dtype in enumerate(types)] + list(lines)
+    return "".join(
+        [f"{name} (p: f32[]) -> f32[] {{\n", *(f"  {x}\n" for x in body), f"  ROOT {root}\n}}\n"]
+    )
+
+
+def kernels(types, *lines, called=()):
+    """Returns the kernels of a program; ``called`` are the texts of further computations."""
+    return read(HEADER + "\n".join([*called, computation("ENTRY %main", types, *lines)]))
+
+
+def gemm_of(*args, **keywords):
+    """Returns the only GEMM of the kernels."""
+    (found,) = [gemm for kernel in kernels(*args, **keywords) for gemm in kernel.gemms]
+    return found
+
+
+def sizes(gemm):
+    return gemm.batch, gemm.m, gemm.k, gemm.n
+
+
+def test_size_of_an_array():
+    arrays = {"bf16": 64, "f8e4m3fn": 32, "f4e2m1fn": 16, "pred": 32, "u32": 128, "c64": 256, "token": 0}
+    assert {dtype: Array(dtype, (8, 4)).bytes for dtype in arrays} == arrays
+    assert (Array("f4e2m1fn", (3,)).bytes, Array("u32", ()).bytes) == (2, 4)
+
+
+def test_types_layouts_and_comments_are_parsed():
+    lines = (
+        '%y.1 = (f32[8]{0}, (bf16[2,3]{1,0}, pred[])) custom-call(%p0), custom_call_target="a(b"',
+        "%tuple = ((f32[8]{0}), /*index=1*/f32[8]{0}) tuple(%y.1, /*index=1*/%p0), "
+        "metadata={op_name=\"x[\\'a\\']\"}",
+    )
+    program = parse(HEADER + computation("ENTRY %main", ["f32[8]{0:T(256)S(1)}"], *lines))
+    x, y, both = program.entry.instructions.values()
+    assert y.results == (Array("f32", (8,)), Array("bf16", (2, 3)), Array("pred", ()))
+    assert (y.target, both.op_name) == ("a(b", "x['a']")
+    assert both.operands == [y, x]
+    assert x.users == [y, both]
+    for text, word in (
+        ("hello", "no entry"),
+        (HEADER + computation("ENTRY %main", [], "%x = <new>"), "<new>"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            parse(text)
+
+
+# Bytes that a kernel moves.
+
+SLICED = (
+    "%z = s32[] constant(0)",
+    "%wide = f32[8,1024]{1,0} convert(%p0)",
+    "%slice = f32[1,1024]{1,0} dynamic-slice(%wide, %p1, %z), dynamic_slice_sizes={1,1024}",
+    "%flat = f32[1024]{0} bitcast(%slice)",
+)
+SLICED_AND_WHOLE = (
+    "%slice = f32[2]{0} slice(%p0), slice={[0:2]}",
+    "%negate = f32[8]{0} negate(%p0)",
+    "%tuple = (f32[2]{0}, f32[8]{0}) tuple(%slice, %negate)",
+)
+UPDATED = (
+    "%z = s32[] constant(0)",
+    "%wide = f32[1024]{0} convert(%p1)",
+    "%row = f32[1,1024]{1,0} bitcast(%wide)",
+    "%update = f32[8,1024]{1,0} dynamic-update-slice(%p0, %row, %p2, %z)",
+)
+
+
+@pytest.mark.parametrize(
+    ("types", "line", "fused", "size"),
+    [
+        (["f32[8]"], "%y = f32[8]{0} add(%p0, %p0)", (), 64),
+        (["f32[8]", "s32[]"], "%y = f32[2]{0} dynamic-slice(%p0, %p1), sizes={2}", (), 2 * 8 + 4),
+        (["f32[8]"], "%y = f32[2]{0} slice(%p0), slice={[0:2]}", (), 2 * 8),
+        (["f32[8]", "f32[2]", "s32[]"], "%y = f32[8] dynamic-update-slice(%p0, %p1, %p2)", (), 2 * 8 + 4),
+        (["f32[8]"], "%y = f32[8]{0} copy(%p0)", (), 64),
+        (["f32[8]"], "%y = f32[8]{0} all-reduce-start(%p0), to_apply=%add", (), 64),
+        (["f32[8]"], "%y = (f32[8]{0}, f32[16]{0}) all-gather-start(%p0), dimensions={0}", (), 32 + 64),
+        # A fusion reads only the slice that it uses; all of what it uses whole as well.
+        (
+            ["bf16[8,1024]", "s32[]"],
+            "%y = f32[1024]{0} fusion(%p0, %p1), calls=%fused",
+            SLICED,
+            6 * 1024 + 4,
+        ),
+        (["f32[8]"], "%y = (f32[2], f32[8]) fusion(%p0), calls=%fused", SLICED_AND_WHOLE, 32 + 8 + 32),
+        # An update in place moves the update.
+        (
+            ["f32[8,1024]", "bf16[1024]", "s32[]"],
+            "%y = f32[8,1024]{1,0} fusion(%p0, %p1, %p2), calls=%fused",
+            UPDATED,
+            6 * 1024 + 4,
+        ),
+    ],
+)
+def test_bytes_of_a_kernel(types, line, fused, size):
+    called = [computation("%fused", types, *fused)] if fused else []
+    (kernel,) = kernels(types, line, called=called)
+    assert (kernel.bytes, kernel.trip_count, kernel.gemms) == (size, 1, ())
+
+
+def test_what_launches_nothing_is_free():
+    lines = (
+        "%c = f32[] constant(1)",
+        "%b = f32[2,4]{1,0} bitcast(%p0)",
+        "%t = (f32[2,4]{1,0}, f32[]) tuple(%b, %c)",
+        '%a = f32[8] custom-call(), custom_call_target="AllocateBuffer"',
+        "%g = f32[2,4]{1,0} get-tuple-element(%t), index=0",
+    )
+    assert kernels(["f32[8]"], *lines) == []
+
+
+# Loops and calls.
+
+STATE = "(s32[], f32[8]{0})"
+
+
+def loop(name, line):
+    """Returns the text of the body of a loop, in which ``line`` reads ``%x``."""
+    first, last = ("get-tuple-element(%p0), index=0", "get-tuple-element(%p0), index=1")
+    lines = f"%i = s32[] {first}", f"%x = f32[8]{{0}} {last}", line
+    return computation(name, [STATE], *lines, f"%t = {STATE} tuple(%i, {line.split()[0]})")
+
+
+def while_(name, body, trips):
+    known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"%{name} = {STATE} while(%p0), condition=%condition, body=%{body}{known}"
+
+
+CONDITION = computation("%condition", [STATE], "%less = pred[] negate(%p0)")
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "counts"),
+    [(5, 3, (5, 15)), (5, None, (5, 5)), (None, 3, (1, 3))],
+)
+def test_loops_multiply_by_their_trip_counts(outer, inner, counts):
+    """Also in a loop inside of a loop. A loop of unknown length counts once, and its kernels say so."""
+    within = computation(
+        "%outer",
+        [STATE],
+        while_("w", "inner", inner),
+        "%x = f32[8]{0} get-tuple-element(%w), index=1",
+        "%z = f32[8]{0} negate(%x)",
+        f"%t = {STATE} tuple(%p0, %z)",
+    )
+    called = [loop("%inner", "%y = f32[8]{0} negate(%x)"), CONDITION, within]
+    found = {k.name: k for k in kernels([STATE], while_("v", "outer", outer), called=called)}
+    assert (found["z"].trip_count, found["y"].trip_count) == counts
+    assert found["z"].is_in_unknown_loop == (outer is None)
+    assert found["y"].is_in_unknown_loop == (None in (outer, inner))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%y = f32[8]{0} call(%p0), to_apply=%one",
+        "%y = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%p0), calls=%one",
+        "%y = f32[8]{0} conditional(%p0, %p0, %p0), branch_computations={%one, %two}",
+        "%y = f32[8]{0} conditional(%p0, %p0, %p0), true_computation=%one, false_computation=%two",
+    ],
+)
+def test_calls_and_every_branch_are_followed(line):
+    branches = [
+        computation(f"%{name}", ["f32[8]"], f"%in.{name} = f32[8] negate(%p0)") for name in ("one", "two")
+    ]
+    names = [k.name for k in kernels(["f32[8]"], line, called=branches)]
+    assert names == ["in.one", "in.two"][: 1 + ("conditional" in line)]
+
+
+# Bytes that a device sends.
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "sent"),
+    [
+        # 32 bytes on each of four devices.
+        ("all-gather", "%y = f32[32] all-gather(%p0), replica_groups=[2,4]<=[8]", 3 * 32),
+        ("all-gather", "%y = (f32[8], f32[32]) all-gather-start(%p0), replica_groups={{0,1,2,3}}", 3 * 32),
+        ("reduce-scatter", "%y = f32[2] reduce-scatter(%p0), replica_groups={{0,2,4,6},{1,3,5,7}}", 3 * 8),
+        ("all-to-all", "%y = ((f32[8]), f32[8]) all-to-all-start(%p0), replica_groups=[2,4]<=[8]", 3 * 8),
+        ("all-reduce", "%y = f32[8] all-reduce(%p0), replica_groups=mesh['a'=4,'b'=2] {'a'}", 2 * 3 * 8),
+        ("all-reduce", "%y = f32[8] all-reduce(%p0), replica_groups=mesh['a'=8] {'a':(2)2}", 2 * 16),
+        ("all-reduce", "%y = (f32[8], f32[8]) all-reduce(%p0, %p0), replica_groups={}", 2 * 2 * 7 * 4),
+        ("collective-permute", "%y = f32[8] collective-permute(%p0), source_target_pairs={{0,1}}", 32),
+        ("ragged-all-to-all", "%y = f32[8] ragged-all-to-all(%p0, %p0, %p0), replica_groups={{0,1}}", 16),
+        ("", "%y = f32[8] all-gather-done(%p0)", 0),
+        ("", "%y = f32[8] negate(%p0)", 0),
+    ],
+)
+def test_bytes_that_a_device_sends(kind, line, sent):
+    """``n`` devices of a group; an all-gather sends ``n - 1`` times the operand, and so on."""
+    found = kernels(["f32[8]"], line)
+    assert [(k.collective, k.bytes_sent) for k in found if k.collective] == ([(kind, sent)] if kind else [])
+
+
+def test_collectives_in_loops_and_called_computations_count():
+    called = [
+        loop("%body", "%y = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}"),
+        CONDITION,
+        computation("%one", ["f32[8]"], "%s = f32[4]{0} reduce-scatter(%p0), replica_groups={{0,1}}"),
+    ]
+    lines = (
+        "%z = f32[8]{0} get-tuple-element(%p0), index=1",
+        "%a = ((f32[8]{0}), f32[4]{0}, u32[]) async-start(%z), calls=%one",
+        while_("w", "body", 5),
+    )
+    found = {k.collective: (k.bytes_sent, k.trip_count) for k in kernels([STATE], *lines, called=called)}
+    assert found == {"reduce-scatter": (16, 1), "all-reduce": (32, 5)}
+
+
+def test_groups_in_an_unknown_form_are_refused():
+    with pytest.raises(ValueError, match="not in a known form: <new>"):
+        kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")
+
+
+# GEMMs.
+
+
+def test_dot_in_a_triton_fusion():
+    types = ["f8e4m3fn[8,16]{1,0}", "f8e4m3fn[16,4]{1,0}"]
+    fused = computation(
+        "%fused",
+        types,
+        "%dot.1 = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+        "metadata={op_name=\"jit(f)/v[\\'a\\']/dot_general\" stack_frame_id=5}",
+        "%convert.1 = bf16[8,4]{1,0} convert(%dot.1)",
+    )
+    config = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
+    gemm = gemm_of(types, f"%y = bf16[8,4] fusion(%p0, %p1), calls=%fused, {config}", called=[fused])
+    assert sizes(gemm) == (1, 8, 16, 4)
+    assert (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype) == (*["float8_e4m3fn"] * 2, "bfloat16")
+    assert (gemm.backend, gemm.path) == ("Triton", "v['a']")
+    assert gemm.bytes == 8 * 16 + 16 * 4 + 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "accumulation"),
+    [
+        ("$f8", '"operand_precision":["DEFAULT"],"algorithm":"ALG_DOT_ANY_F8_ANY_F8_F32"', "exact"),
+        ("$f8", '"algorithm":"ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM"', "fast"),
+        ("$f8", '"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"', "fast"),
+        ("$f8", '"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"', "exact"),
+        ("", '"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"', "default"),
+    ],
+)
+def test_cublaslt_call(target, precision, accumulation):
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},'
+        f'"precision_config":{{{precision}}}}}}}'
+    )
+    lines = (
+        "%y = (bf16[8,4]{1,0}, s8[4096]{0}) custom-call(%p0, %p1, %p2, %p2), "
+        f'custom_call_target="__cublas$lt$matmul{target}", backend_config={config}',
+        "%z = bf16[8,4]{1,0} get-tuple-element(%y), index=0",
+    )
+    gemm = gemm_of(["f8e4m3fn[8,16]{1,0}", "f8e5m2[4,16]{1,0}", "f32[]"], *lines)
+    assert (*sizes(gemm), gemm.backend) == (1, 8, 16, 4, "cublasLt")
+    assert gemm.accumulation == accumulation
+    assert gemm.bytes == 8 * 16 + 4 * 16 + 4 + 2 * 8 * 4  # not the workspace
+
+
+def test_block_scaled_call():
+    types = "f8e4m3fn[1,8,64]{2,1,0}", "f8e4m3fn[1,4,64]{2,1,0}", "f8e8m0fnu[1,8,2]{2,1,0}"
+    line = "%y = (bf16[1,8,4], u8[0]{0}) custom-call(%p0, %p1, %p2, %p2)"
+    gemm = gemm_of(types, f'{line}, custom_call_target="__cudnn$blockScaledDot"')
+    assert (*sizes(gemm), gemm.backend) == (1, 8, 64, 4, "cuDNN")
+
+
+@pytest.mark.parametrize(("summed", "batch", "k"), [(0, 3, 2 * 5), (1, 2, 3 * 5), (2, 6, 5)])
+def test_split_sums_count_as_one_product(summed, batch, k):
+    reduced = ",".join(str(d) for i, d in enumerate([2, 3, 8, 4]) if i != summed)
+    lines = (
+        "%y = f32[2,3,8,4]{3,2,1,0} dot(%p0, %p1), lhs_batch_dims={0,1}, lhs_contracting_dims={3}, "
+        "rhs_batch_dims={0,1}, rhs_contracting_dims={2}",
+        "%z = f32[] constant(0)",
+        f"%r = f32[{reduced}]{{2,1,0}} reduce(%y, %z), dimensions={{{summed}}}, to_apply=%add",
+    )
+    assert sizes(gemm_of(["bf16[2,3,8,5]", "bf16[2,3,5,4]"], *lines)) == (batch, 8, k, 4)
+
+
+def test_sizes_of_a_dot_follow_its_dimension_numbers():
+    line = (
+        "%y = bf16[2,8,4]{2,1,0} dot(%p0, %p1), lhs_batch_dims={0}, lhs_contracting_dims={2,3}, "
+        "rhs_batch_dims={1}, rhs_contracting_dims={3,0}"
+    )
+    assert sizes(gemm_of(["bf16[2,8,3,5]", "bf16[5,2,4,3]"], line)) == (2, 8, 15, 4)
+
+
+def test_fp8_sources_are_found_through_the_kernels_before():
+    producer = computation(
+        "%dequantize",
+        ["f8e5m2[8,16]{1,0}", "bf16[]"],
+        "%wide = bf16[8,16]{1,0} convert(%p0)",
+        "%scale = bf16[8,16]{1,0} broadcast(%p1), dimensions={}",
+        "%zero = f32[8]{0} constant({...})",
+        "%product = bf16[8,16]{1,0} multiply(%wide, %scale)",
+        "%t = (f32[8]{0}, bf16[8,16]{1,0}) tuple(%zero, %product)",
+    )
+    lines = (
+        "%d = (f32[8]{0}, bf16[8,16]{1,0}) fusion(%p0, %p1), kind=kLoop, calls=%dequantize",
+        "%g = bf16[8,16]{1,0} get-tuple-element(%d), index=1",
+        "%y = bf16[8,4]{1,0} dot(%g, %p2), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    )
+    gemm = gemm_of(["f8e5m2[8,16]", "bf16[]", "bf16[16,4]"], *lines, called=[producer])
+    assert gemm.fp8_sources == ("float8_e5m2", "")

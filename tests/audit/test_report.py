@@ -1,0 +1,126 @@
+"""The report as text and as numbers, of GEMMs that are given."""
+
+import dataclasses
+import json
+
+import pytest
+
+from fp8flax._audit import AuditedGemm, AuditReport
+
+MIB = 2**20
+GEMM = AuditedGemm(
+    path="M/up",
+    batch=1,
+    m=64,
+    k=32,
+    n=16,
+    lhs_dtype="float8_e4m3fn",
+    rhs_dtype="float8_e4m3fn",
+    out_dtype="bfloat16",
+    backend="cublasLt",
+    accumulation="fast",
+    is_fp8=True,
+    trip_count=8,
+    bytes=3 * MIB,
+    op_name="jit(f)/M/up/dot_general",
+)
+WIDE = {"lhs_dtype": "bfloat16", "rhs_dtype": "bfloat16", "is_fp8": False, "reason": "a < b"}
+OTHER = dataclasses.replace(
+    GEMM,
+    path="<b>",
+    batch=4,
+    role="backward",
+    backend="Triton",
+    accumulation="default",
+    trip_count=2,
+    **WIDE,
+)
+REPORT = AuditReport(
+    target="h200",
+    device="NVIDIA H200",
+    jax_version="0.0",
+    compiled_by="JAX",
+    gemms=(GEMM, OTHER),
+    num_kernels=5,
+    num_launches=21,
+    bytes_sent_by={},
+    other_bytes=MIB // 2,
+    temp_bytes=MIB,
+    unknown_trip_counts=False,
+)
+
+
+def test_table():
+    assert str(REPORT) == (
+        "GEMM  role      M×K×N                 operands        backend         % FLOPs  FP8?\n"
+        "-----------------------------------------------------------------------------------\n"
+        "M/up  forward   64×32×16 (8 times)    e4m3×e4m3→bf16  cublasLt, fast  50.0     FP8\n"
+        "<b>   backward  4×64×32×16 (2 times)  bf16×bf16→bf16  Triton          50.0     [1]\n"
+        "\n"
+        "[1] a < b\n"
+        "\n"
+        "1 of 2 GEMMs run in FP8 (50.0 % of their FLOPs) on NVIDIA H200, JAX 0.0.\n"
+        "5 kernels, 21 launches. The GEMMs move 6.0 MiB, the other kernels 0.5 MiB; "
+        "temporaries take 1.0 MiB.\n"
+        "Predicted (not measured): 0.0647 ms; GEMMs 0.00154, other kernels 0.000129, launches 0.063.\n"
+        "Compiled without the device, which might choose another backend after measuring."
+    )
+
+
+def test_what_is_said_where_it_is_so():
+    report = dataclasses.replace(
+        REPORT,
+        target="local",
+        compiled_by="JAX without Triton.",
+        bytes_sent_by={"all-gather": MIB, "all-reduce": 2 * MIB},
+        unknown_trip_counts=True,
+    )
+    assert report.bytes_sent == 3 * MIB
+    assert hash(report) == hash(report)
+    lines = str(report).splitlines()
+    assert lines[-3:] == [
+        "Each device sends 3.0 MiB; all-gather 1.0 MiB, all-reduce 2.0 MiB.",
+        "The trip count of a loop is not known, so its kernels count once.",
+        "Compiled by JAX without Triton.",
+    ]
+    assert report.predicted_seconds == {}
+
+
+def test_fp8_operands_in_triton_only_may_run_in_fp8():
+    triton = dataclasses.replace(GEMM, is_fp8=False, may_be_fp8=True, backend="Triton", reason="the tile")
+    report = dataclasses.replace(REPORT, gemms=(GEMM, triton, triton, OTHER))
+    shares = (report.fp8_flops_share, report.maybe_fp8_flops_share)
+    assert (report.num_fp8_gemms, *shares) == (1, 0.25, 0.5)
+    assert report.summary == (
+        "1 of 4 GEMMs run in FP8 (25.0 % of their FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
+    )
+    assert "25.0     may [1]\n" in str(report)
+
+
+def test_only_all_is_100_percent():
+    wide = dataclasses.replace(OTHER, m=1, k=1, n=1)
+    report = dataclasses.replace(REPORT, gemms=(dataclasses.replace(GEMM, m=1000, k=1000, n=1000), wide))
+    assert "(>99.9 % of their FLOPs)" in report.summary
+
+
+def test_a_report_can_be_written_as_json():
+    restored = json.loads(json.dumps(dataclasses.asdict(REPORT)))
+    assert restored["gemms"][1]["reason"] == "a < b"
+
+
+def test_predicted_time():
+    """By hand: GEMMs at their rates or 85 % of 4.8 TB/s, other bytes at that bandwidth, 3 µs per launch."""
+    bandwidth = 0.85 * 4.8e12
+    large = dataclasses.replace(GEMM, m=8192, k=8192, n=8192, trip_count=2)
+    flops = 2 * 2 * 8192**3
+    for gemm, seconds in (
+        (large, flops / 1400e12),
+        (dataclasses.replace(large, is_fp8=False, may_be_fp8=True), flops / 790e12),
+        (dataclasses.replace(large, **WIDE), flops / 790e12),
+        (dataclasses.replace(large, **{**WIDE, "lhs_dtype": "float32"}), flops / 395e12),
+        (GEMM, GEMM.bytes / bandwidth),
+    ):
+        predicted = dataclasses.replace(REPORT, gemms=(gemm,)).predicted_seconds
+        parts = [seconds, MIB / 2 / bandwidth, 21 * 3e-6]
+        assert list(predicted.values()) == pytest.approx([*parts, sum(parts)])
+        assert list(predicted) == ["GEMMs", "other kernels", "launches", "total"]
