@@ -165,6 +165,7 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
     assert isinstance(model8.layers[0].conv_general_dilated.recipe, fp8.DelayedScaling | None)
 
 
+@pytest.mark.long
 def test_what_stays_wide():
     class Other(nnx.Module):
         def __init__(self, rngs):
@@ -199,6 +200,7 @@ def test_errors(calibrated):
         frozen(X)
 
 
+@pytest.mark.long
 def test_gradients_of_frozen_models():
     """Gradients of inputs are those of the dequantized kernels; codes have no gradients."""
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())

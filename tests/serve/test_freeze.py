@@ -122,12 +122,8 @@ def test_half_way_between_two_codes(dtype):
     expected = model.apply(variables, x)
     np.testing.assert_allclose(np.float64(expected), product, rtol=0.01, atol=0.01 * np.abs(product).max())
     serve, served = fp8.freeze(model, variables, x)
-    for out in (
-        jax.jit(model.apply)(variables, x),
-        jax.jit(serve.apply)(served, x),
-        jax.jit(partial(serve.apply, served))(x),  # with constant variables
-    ):
-        np.testing.assert_array_equal(out, expected)
+    for out in (jax.jit(serve.apply)(served, x), jax.jit(partial(serve.apply, served))(x)):
+        np.testing.assert_array_equal(out, expected)  # also with constant variables
 
 
 def test_weights_only():

@@ -22,7 +22,7 @@ def saved_and_restored(folder, tree, target):
         return checkpointer.restore(folder / "model", target)
 
 
-CASES = [("own", "delayed"), ("scan", "mxfp8"), pytest.param("decoder", "delayed", marks=pytest.mark.long)]
+CASES = [("scan", "mxfp8"), pytest.param("decoder", "delayed", marks=pytest.mark.long)]
 
 
 @pytest.mark.newest
@@ -53,6 +53,7 @@ class Net(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
 def test_nnx(tmp_path):
     x = normal(0, 4, 16)

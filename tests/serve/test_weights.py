@@ -79,7 +79,11 @@ def test_errors():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(
-    ("recipe", "axis_type"), [("axiswise", AxisType.Auto), ("block128", AxisType.Explicit)]
+    ("recipe", "axis_type"),
+    cells(
+        [("axiswise", AxisType.Auto), ("block128", AxisType.Explicit)],
+        repeated=[("axiswise", AxisType.Auto)],
+    ),
 )
 def test_sharded_variables(recipe, axis_type, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
