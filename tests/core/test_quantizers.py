@@ -59,8 +59,7 @@ def assert_same_quantized(actual, codes, scale):
 
 WAYS = [
     *((name, "e4m3, rows") for name in QUANTIZERS),
-    *((name, "e5m2, columns") for name in ("tensorwise", "axiswise", "MX", "MX, floor")),
-    *((name, "e5m2, columns") for name in ("1x128, float32", "128x128, float32")),
+    *((name, "e5m2, columns") for name in ("axiswise", "MX, floor", "128x128, float32")),
 ]
 
 
@@ -75,7 +74,7 @@ def test_codes_and_scales(name, way):
 
 
 @pytest.mark.parametrize("shape", [(1, 33), (0, 5)], ids=str)
-@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128x128, float32"])
+@pytest.mark.parametrize("name", ["axiswise", "MX", "128x128, float32"])
 def test_small_and_empty_shapes(name, shape):
     """Contracted along each dimension, so the transposed shapes too."""
     quantizer = QUANTIZERS[name](E4M3)
@@ -90,7 +89,6 @@ def test_small_and_empty_shapes(name, shape):
     ("name", "dtype"),
     [
         ("tensorwise", "float16"),
-        ("axiswise", "float64"),
         ("axiswise", "bfloat16"),
         ("MX", "float64"),
         ("1x128, float32", "bfloat16"),
@@ -181,7 +179,7 @@ def test_all_e8m0_values_dequantize(name):
     assert np.isnan(values[255]).all()
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "1x128, float32", "128x128, float32"])
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128x128, float32"])
 def test_there_and_back(name):
     """The dequantized operand has its old shape, and is within half a unit in the last place of e4m3."""
     quantizer = QUANTIZERS[name](E4M3)
