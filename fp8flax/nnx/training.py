@@ -64,12 +64,11 @@ def value_and_grad(
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
     The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
-    keeps its state until ``Optimizer.update`` or ``overwrite_state``. An ``nnx.Optimizer`` leaves the state
-    as it is, without an error: use ``fp8flax.nnx.Optimizer``.
+    keeps its state until ``Optimizer.update`` or ``overwrite_state``. An ``nnx.Optimizer`` alone leaves the
+    state as it is, without an error.
 
-    The arguments are those of ``nnx.value_and_grad``. The gradient of a model is an ``nnx.State`` with
-    variables of ``nnx.Param``, or those that the filter of an ``nnx.DiffState`` takes, and always of
-    ``OverwriteWithGradient``.
+    The arguments are those of ``nnx.value_and_grad``. The gradient of a model is an ``nnx.State``, which
+    always has the variables of ``OverwriteWithGradient``.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -155,8 +154,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
     See ``fp8flax.accumulate_gradients``, with a model in the place of ``variables``. Other changes of a
-    microbatch to the model (statistics, random number generators) are seen by the next microbatch, and stay
-    in the model afterwards. ``f`` may not add variables to the model.
+    microbatch to the model (statistics, random number generators) stay in it. ``f`` may not add variables.
 
     Example:
         >>> from flax import nnx
