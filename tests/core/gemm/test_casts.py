@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), cells(CASES, repeated=CASES[:1] + CASES[4:5])
+    ("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), cells(CASES, repeated=CASES[:2] + CASES[4:6])
 )
 def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan, monkeypatch):
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""

@@ -38,7 +38,7 @@ BLOCKS = {
     ("name", "contraction", "capability"),
     [
         ("MX, hybrid, floor", "two batches, moved", 9.0),
-        ("128 blocks", "wide", 9.0),
+        pytest.param("128 blocks", "wide", 9.0, marks=pytest.mark.long),
         ("128 blocks", "two batches, moved", 10.0),
     ],
 )
@@ -211,7 +211,11 @@ def check_three_gemms(recipe, form="direct"):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("name", "form"), [("delayed", "qdq"), *((name, "direct") for name in IN_RANGE if name != "delayed")]
+    ("name", "form"),
+    cells(
+        [("delayed", "qdq"), *((name, "direct") for name in IN_RANGE)],
+        repeated=[("delayed", "direct"), ("128 blocks, float32", "direct")],
+    ),
 )
 def test_magnitudes_that_only_the_result_is_in_range_of(name, form):
     check_three_gemms(IN_RANGE[name], form)

@@ -86,7 +86,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case == "few rows" else ()) for case in CASES]
+)
 def test_ragged_dots_on_hopper(case, monkeypatch):
     monkeypatch.setattr(ragged, "tiled_gemm", tiled_gemm_in_jax)
     check_ragged_dots(*CASES[case])

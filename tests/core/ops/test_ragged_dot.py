@@ -17,7 +17,7 @@ from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
-from tests.cases import struct, with_reference
+from tests.cases import name_of, struct, with_reference
 from tests.gpus import run_branch_for_gpus
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -204,6 +204,12 @@ def test_variables_of_the_op():
     }
 
 
+@cache
+def plain_step():
+    op, _ = small_variables()
+    return jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
+
+
 def microbatches(op, variables, xs, w, sizes):
     def step(total, of_step):
         return total + loss_of(op, variables, of_step[0], w, of_step[1]), None
@@ -231,19 +237,21 @@ def on_two_devices(op, variables, xs, w, sizes):
     return jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())(variables, xs, w, sizes)
 
 
-def test_as_one_example_after_another():
+@pytest.mark.parametrize(
+    "way",
+    [over_examples, on_two_devices, pytest.param(rematerialized_microbatches, marks=pytest.mark.long)],
+    ids=name_of,
+)
+def test_as_one_example_after_another(way):
     """Every example by itself, the states merged by maximum, gives the same as both examples at once."""
     op, variables = small_variables()
     xs, w = small(batch=(2,))
     xs[1] *= 2
     sizes = np.array([[5, 0, 6], [0, 4, 8]])
-    plain = jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
-    states, dxs, dws = zip(*(plain(variables, x, w, size) for x, size in zip(xs, sizes)))
+    states, dxs, dws = zip(*(plain_step()(variables, x, w, size) for x, size in zip(xs, sizes)))
     state = jax.tree.map(lambda *leaves: np.max(np.stack(leaves), axis=0), *states)
-    for way in (rematerialized_microbatches, over_examples, on_two_devices):
-        actual = jit(fp8.grad(partial(way, op), (0, 1, 2)))(variables, xs, w, sizes)
-        expected = state, np.stack(dxs), sum(dws)
-        jax.tree.map(partial(np.testing.assert_array_equal, err_msg=way.__name__), actual, expected)
+    actual = jit(fp8.grad(partial(way, op), (0, 1, 2)))(variables, xs, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, actual, (state, np.stack(dxs), sum(dws)))
 
 
 def test_one_row():
@@ -265,9 +273,9 @@ def test_one_row():
 
 def test_no_row():
     """No result, and no news for the state but of the kernels."""
-    op, variables = small_variables()
+    _, variables = small_variables()
     x, w = small()
-    state, dw = jit(fp8.grad(partial(loss_of, op), (0, 2)))(variables, x[:0], w, jnp.zeros(3, int))
+    state, _, dw = plain_step()(variables, x[:0], w, jnp.zeros(3, int))
     assert not dw.any()
     for role in ("input", "output_grad"):
         np.testing.assert_array_equal(state[OWG][f"{role}_amax_history"], [0, 0])

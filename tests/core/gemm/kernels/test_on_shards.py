@@ -50,7 +50,7 @@ def has_gathered(run, *args, shape):
     ("way", "is_square"),
     cells(
         [*((way, False) for way in SPLITS), *((way, True) for way in ("rows", "summed", "matrices"))],
-        repeated=[("rows", False), ("matrices", False), ("rows", True)],
+        repeated=[("rows", False), ("rows and columns", False), ("matrices", False), ("rows", True)],
     ),
 )
 def test_the_gemm_of_split_operands(way, is_square):
@@ -89,7 +89,6 @@ def test_the_gemm_of_split_operands(way, is_square):
 @pytest.mark.parametrize(
     ("sizes", "spec", "block"),
     [
-        ((512, 512), P(), (1, 128)),
         ((512, 512), P(None, "b", "a"), (1, 128)),
         ((512, 512), P("b", None, "a"), (128, 128)),
         ((512, 512), P(None, ("a", "b")), (1, 128)),  # fewer blocks than devices
