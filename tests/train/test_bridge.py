@@ -63,6 +63,14 @@ def test_abstract_inputs_and_keywords():
     assert OWG in fp8.add_fp8_state(params, Net(), X, deterministic=False)
 
 
+def test_state_that_is_left_out_is_named():
+    """The ops of Flax and of this package have the same state, but names of their own."""
+    variables = make(fp8.Fp8DirectDotGeneralOp, layers=1).init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0"):
+        fresh = fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
+    assert list(fresh[OWG]["d0"]) == ["Fp8DotGeneralOp_0"]
+
+
 def test_state_that_fits_is_kept():
     variables = FP8.init(jax.random.key(0), X)
     grown = fp8.grad(lambda v: jnp.sum(FP8.apply(v, 3 * X)))(variables)[OWG]
