@@ -22,8 +22,7 @@ from jax import lax
 import fp8flax as fp8
 from tests.cases import variables_of
 
-SEQUENCES = 500
-STEPS = 8
+SEQUENCES, STEPS = 60, 8
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 ROWS, FEATURES, MICROBATCHES = 4, 6, 3
@@ -256,15 +255,6 @@ class Training(RuleBasedStateMachine):
         assert np.isfinite(loss)
         assert changed
 
-    @rule(i=BATCHES, fault=PLACED_FAULTS)
-    def fault_in_the_input(self, i, fault):
-        self.train((with_fault(X[i, :1], *fault), G[i, :1], False))
-
-    @rule(i=BATCHES, fault=PLACED_FAULTS)
-    def fault_in_the_gradient(self, i, fault):
-        _, changed = self.train((X[i, :1], with_fault(G[i, :1], *fault), False))
-        assert not changed  # the bias saw it
-
     @rule(i=BATCHES, fault=st.sampled_from(FAULTS))
     def loss_that_overflows(self, i, fault):
         loss, changed = self.train((X[i, :1], G[i, :1] * np.float32(fault), False))
@@ -285,12 +275,6 @@ class Training(RuleBasedStateMachine):
         loss, _ = self.train((X[i, :1, :0], G[i, :1, :0], False))
         assert loss == 0
 
-    @rule(i=BATCHES)
-    def skipped(self, i):
-        loss, changed = self.train((X[i, :1], G[i, :1], True))
-        assert np.isfinite(loss)
-        assert changed
-
     @rule(i=BATCHES, powers=POWERS)
     def scaled(self, i, powers):
         self.train((X[i, :1] * powers[0], G[i, :1] * powers[1], False))
@@ -302,20 +286,19 @@ class Training(RuleBasedStateMachine):
         assert changed
 
     @rule(i=BATCHES, skip=FLAGS, fault=PLACED_FAULTS)
-    def fault_in_one_microbatch(self, i, skip, fault):
+    def fault_in_the_input(self, i, skip, fault):
         self.train((with_fault(X[i], *fault), G[i], skip))
 
     @rule(i=BATCHES, skip=FLAGS, fault=PLACED_FAULTS)
-    def fault_in_the_gradient_of_one_microbatch(self, i, skip, fault):
+    def fault_in_the_gradient(self, i, skip, fault):
         _, changed = self.train((X[i], with_fault(G[i], *fault), skip))
-        assert not changed
+        assert not changed  # the bias saw it
 
 
 @pytest.mark.long
-def test_any_sequence_of_good_and_bad_steps(request):
-    all_cells = request.config.getoption("--all-cells")
+def test_any_sequence_of_good_and_bad_steps():
     settings = hypothesis.settings(
-        max_examples=SEQUENCES if all_cells else SEQUENCES // 8,
+        max_examples=SEQUENCES,
         stateful_step_count=STEPS,
         deadline=None,
         derandomize=True,
@@ -493,6 +476,3 @@ def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
         assert bits(op["output_grad_amax_history"][0]) == bits(amax)
         scales.append(op["output_grad_scale"][0])
     np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
-
-
-M, K, N = 8, 40, 16

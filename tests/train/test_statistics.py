@@ -12,7 +12,7 @@ import rich.console
 
 import fp8flax as fp8
 from tests import reference_recipes as ref
-from tests.cases import MATMUL, RECIPES, cells, normal
+from tests.cases import MATMUL, RECIPES, normal
 from tests.reference import MAX
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -245,7 +245,7 @@ def test_out_of_branches_and_batches():
     assert two["amax"] > one["amax"]
 
 
-@pytest.mark.parametrize("size", cells([1e-24, 1e19, 1e25], repeated=[1e-24, 1e19]))
+@pytest.mark.parametrize("size", [1e-24, 1e25])
 def test_the_error_of_tiny_and_huge_tensors(size):
     """The squares of these values are no float32."""
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -300,15 +300,10 @@ def test_refuses_what_nothing_comes_out_of():
         fp8.statistics(lambda w: jnp.sum(OP.apply({}, X, w, MATMUL)))(W)
 
 
-def square(w, x):
-    return jnp.sum(jnp.square(OP.apply({}, x, w, MATMUL)))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["mxfp8"])
-def test_on_many_devices(recipe):
+def test_on_many_devices():
     """Statistics work on automatic and explicit axes; in shard_map they are those of all devices."""
-    op = fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
+    op = fp8.Fp8DotGeneralOp(recipe=RECIPES["mxfp8"])
 
     def square(w, x):
         return jnp.sum(jnp.square(op.apply({}, x, w, MATMUL)))
