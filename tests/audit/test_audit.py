@@ -368,14 +368,6 @@ def test_experts_on_an_h200(gpu):
     assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)]
 
 
-def test_local_cpu():
-    report = audit(*dense_step(64, 128, 32, fp8_ops.Fp8DirectDotGeneralOp), target="local")
-    assert (report.target, report.device) == ("local", "cpu")
-    assert {g.reason for g in report.gemms} == {"cpu has no FP8 units; the values are emulated"}
-    assert sorted(g.role for g in report.gemms) == ["backward", "backward", "forward"]
-    assert report.flops == 3 * 2 * 64 * 128 * 32
-
-
 # assert_fp8, and errors.
 
 

@@ -21,7 +21,6 @@ from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import dense_step, struct
-from tests.models import Einsum
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -63,17 +62,6 @@ def scales_of_gemms(program):
     for scale in scales:
         assert re.search(rf"(?m)^ *{re.escape(scale)} = f32\[\]", program)
     return scales
-
-
-@pytest.mark.long
-@pytest.mark.newest
-def test_bytes_and_kernels_in_xlas_own_kernels():
-    """Flax's direct op, which runs in them, needs 22 kernels and 592 MiB, see test_audit.py."""
-    recipe = fp8.DelayedScaling(accumulation=("default", "default", "default"))
-    report = audit_of_dense((8192, 4096, 4096), recipe=recipe)
-    assert {(g.backend, g.may_be_fp8) for g in report.gemms} == {("Triton", True)}
-    assert report.num_kernels <= 22
-    assert report.gemm_bytes + report.other_bytes < 561 * MIB
 
 
 def test_the_quantize_dequantize_form_runs_none_in_fp8(texts):
@@ -182,27 +170,6 @@ def test_the_host_changes_nothing(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with jax.default_matmul_precision("BF16_BF16_F32"):
         assert lowered() == expected
-
-
-def test_other_layers_run_three_of_three_too():
-    """A product with a batch, and one whose result is transposed."""
-    options = {"use_bias": False, "dtype": jnp.bfloat16}
-    layers = [
-        nn.DenseGeneral(256, batch_dims=(0,), dot_general_cls=fp8.Fp8DotGeneralOp, **options),
-        Einsum(shape=(256, 512), einsum_str="bd,df->fb", cls=fp8.Fp8DotGeneralOp, **options),
-    ]
-    inputs = struct(4, 128, 64), struct(128, 256)
-    key = jax.random.key(0)
-    variables = [jax.eval_shape(layer.init, key, x) for layer, x in zip(layers, inputs)]
-
-    def loss(variables, inputs):
-        outs = (layer.apply(v, x) for layer, v, x in zip(layers, variables, inputs))
-        return sum(jnp.sum(out.astype(jnp.float32) ** 2) for out in outs)
-
-    report = fp8.audit(fp8.value_and_grad(loss, argnums=(0, 1)), variables, inputs)
-    assert report.num_gemms == 6
-    assert Counter(g.role for g in report.gemms) == {"forward": 2, "dgrad": 2, "wgrad": 2}
-    assert {(g.backend, g.is_fp8) for g in report.gemms} == {("cublasLt", True)}
 
 
 @pytest.mark.newest

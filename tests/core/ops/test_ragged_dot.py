@@ -194,36 +194,14 @@ def small_variables():
     return op, {OWG: state}
 
 
-@pytest.mark.newest
-def test_variables_of_the_op():
-    _, variables = small_variables()
-    assert {name: leaf.shape for name, leaf in variables[OWG].items()} == {
-        f"{role}_{leaf}": (*shape, size)
-        for role, shape in {**ROLES, "kernel": (3,)}.items()
-        for leaf, size in (("scale", 1), ("amax_history", 2))
-    }
-
-
 @cache
 def plain_step():
     op, _ = small_variables()
     return jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
 
 
-def microbatches(op, variables, xs, w, sizes):
-    def step(total, of_step):
-        return total + loss_of(op, variables, of_step[0], w, of_step[1]), None
-
-    return lax.scan(step, jnp.zeros(()), (xs, sizes))[0]
-
-
 def over_examples(op, variables, xs, w, sizes):
     return jnp.sum(jax.vmap(lambda x, size: loss_of(op, variables, x, w, size))(xs, sizes))
-
-
-def rematerialized_microbatches(op, variables, xs, w, sizes):
-    keep = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
-    return jax.checkpoint(partial(microbatches, op), policy=keep)(variables, xs, w, sizes)
 
 
 def on_two_devices(op, variables, xs, w, sizes):
@@ -239,7 +217,7 @@ def on_two_devices(op, variables, xs, w, sizes):
 
 @pytest.mark.parametrize(
     "way",
-    [over_examples, on_two_devices, pytest.param(rematerialized_microbatches, marks=pytest.mark.long)],
+    [over_examples, on_two_devices],
     ids=name_of,
 )
 def test_as_one_example_after_another(way):
@@ -280,18 +258,6 @@ def test_no_row():
     for role in ("input", "output_grad"):
         np.testing.assert_array_equal(state[OWG][f"{role}_amax_history"], [0, 0])
     np.testing.assert_array_equal(state[OWG]["kernel_amax_history"][:, 0], np.abs(w).max((1, 2)))
-
-
-def test_calibrate_knows_every_expert():
-    op, variables = small_variables()
-    x, w = small()
-    batches = [(x, w, jnp.array([5, 0, 6]))]
-    state = fp8.calibrate(lambda v, batch: op.apply(v, *batch), variables, batches)[OWG]
-    np.testing.assert_array_equal(state["kernel_amax_history"][:, 0], np.abs(w).max((1, 2)))
-    assert state["input_amax_history"][0] == np.abs(x[:11]).max()
-    expected = [[fp8.compute_scale(amax, 1.0, 448.0)] for amax in np.abs(w).max((1, 2))]
-    assert (np.log2(state["kernel_scale"]) % 1 == 0).all()
-    assert (state["kernel_scale"] >= np.float32(expected)).all()
 
 
 # Errors.
