@@ -8,6 +8,7 @@ import re
 from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._audit.time_model import PARTS, predicted_seconds
 from fp8flax._core.gemm.gpus import GPUS
+from fp8flax._core.tables import table_lines
 
 _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 
@@ -111,11 +112,7 @@ class AuditReport:
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason))
-        rows = [_HEADER, *(self._row(gemm, reasons) for gemm in self.gemms)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        if self.gemms:
-            lines.insert(1, "-" * max(map(len, lines)))
+        lines = table_lines(_HEADER, [self._row(gemm, reasons) for gemm in self.gemms])
         if reasons:
             lines += ["", *(f"[{number}] {reason}" for number, reason in enumerate(reasons, 1))]
         return "\n".join([*lines, "", *self._totals()])
