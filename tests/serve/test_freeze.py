@@ -20,11 +20,10 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import compile_target
 from tests import reference
-from tests.cases import OWG, RECIPES, cells, flat, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, flat, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
-WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
 
 
 def frozen_alike(model8, variables, x, *inputs):
@@ -40,21 +39,16 @@ def narrow(served):
     return {path.rpartition("/")[2] for path, x in flat(served["params"]).items() if x.dtype == E4M3}
 
 
-CASES = [
-    *((name, "delayed") for name in MODELS),
-    *(("scan", recipe) for recipe in RECIPES if recipe != "delayed"),
-    ("vmap", "axiswise"),
-]
-REPEATED = [
-    *((name, "delayed") for name in MODELS if name not in ("layers", "own", "scan", "jit and cond")),
-    *(("scan", recipe) for recipe in ("current", "axiswise", "mxfp8")),
-]
-
-
 @pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:These layers were not calibrated", "ignore:These scales are frozen")
-@WIDE  # a convolution
-@pytest.mark.parametrize(("name", "recipe"), cells(CASES, repeated=REPEATED))
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, "delayed") for name in ("layers", "own", "scan", "jit and cond")),
+        ("scan", "block128"),
+        ("vmap", "axiswise"),
+    ],
+)
 def test_same_logits(name, recipe):
     model, _, _ = MODELS[name]
     x = normal(0, 2, 4, 8)
@@ -63,11 +57,9 @@ def test_same_logits(name, recipe):
     assert list(served) == ["params"]
     # Every kernel is in its old place, in FP8, with its scale beside it.
     before, after = flat(variables["params"]), flat(served["params"])
-    is_stored = name != "patches"  # a convolution
     for path, leaf in before.items():
         assert after[path].shape == leaf.shape
-        is_kernel = is_stored and not path.endswith("bias")
-        assert after[path].dtype == (E4M3 if is_kernel else leaf.dtype), path
+        assert after[path].dtype == (leaf.dtype if path.endswith("bias") else E4M3), path
     added = {path.rpartition("/")[2] for path in set(after) - set(before)}
     expected = ["kernel_scale"] + ["input_scale"] * (recipe == "delayed")
     assert sorted(added) == sorted(expected)
@@ -109,9 +101,9 @@ def test_the_codes_are_those_of_the_newest_scale():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
-def test_half_way_between_two_codes(dtype):
+def test_half_way_between_two_codes():
     """The trained and the frozen model round a value as NumPy's quotient does."""
+    dtype = jnp.float16
     (x, x_scale), (kernel, kernel_scale) = ties(0, 8, 64, dtype=dtype), ties(10, 64, 16, dtype=dtype)
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
     model = nn.Dense(16, dtype=dtype, use_bias=False, dot_general_cls=op)
@@ -233,19 +225,6 @@ class Penalized(nn.Module):
 
     def penalty(self):
         return jnp.sum(self.layer.variables["params"]["kernel"] ** 2)
-
-
-class Methods(nn.Module):
-    """A model that uses its second layer in another method only."""
-
-    def setup(self):
-        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
-
-    def __call__(self, x):
-        return self.first(x)
-
-    def both(self, x):
-        return self.second(self.first(x))
 
 
 class Parts(nn.Module):
@@ -380,15 +359,6 @@ class TestOtherCalls:
         with pytest.warns(UserWarning, match=READ):
             assert not narrow(fp8.freeze(model8, variables)[1])
 
-    def test_a_layer_of_another_method(self):
-        """It is stored after a call of that method."""
-        variables = Methods().init(jax.random.key(0), self.x, method="both")
-        model8 = fp8.quantize_model(Methods(), RECIPES["current"], **ALL)
-        for method, count in (("__call__", 1), ("both", 2)):
-            model8.apply(variables, self.x, method=method)
-            served = fp8.freeze(model8, variables)[1]["params"]
-            assert sum(x.dtype == E4M3 for x in jax.tree.leaves(served)) == count
-
 
 def test_sharded_parameters_stay_where_they_are():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -501,43 +471,29 @@ def test_goes_by_the_variables_it_is_given():
             np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
 
 
-@pytest.fixture(scope="module")
-def models():
-    model8, variables = trained(LanguageModel(layers=1), TOKENS)
-    decoder = fp8.quantize_model(LanguageModel(layers=1, decode=True), **ALL)
-    cache = variables_of(decoder, jnp.zeros_like(TOKENS))["cache"]
-    return model8, decoder, variables, cache
-
-
+@pytest.mark.long
 @pytest.mark.newest
-class TestDecoding:
-    def decode(self, model, variables, steps=8):
-        """Returns the logits of one token after the other, by one compiled step."""
+def test_decoding():
+    """One token after the other: a frozen decoder has the bits of the decoder in training."""
+    _, variables = trained(LanguageModel(layers=1), TOKENS)
+    decoder = fp8.quantize_model(LanguageModel(layers=1, decode=True), **ALL)
+    variables = {**variables, "cache": variables_of(decoder, jnp.zeros_like(TOKENS))["cache"]}
 
+    def decoded(model, variables):
         @jax.jit
         def step(variables, token):
             logits, changed = model.apply(variables, token, mutable=["cache"])
             return logits, {**variables, **changed}
 
         logits = []
-        for i in range(steps):
+        for i in range(TOKENS.shape[1]):
             out, variables = step(variables, TOKENS[:, i : i + 1])
             logits.append(out)
         assert step._cache_size() == 1
-        return np.concatenate(logits, 1), variables["cache"]
+        return np.concatenate(logits, 1)
 
-    @pytest.mark.long
-    def test_like_the_whole_sequence(self, models):
-        model8, decoder, variables, cache = models
-        whole = jax.jit(model8.apply)(variables, TOKENS)
-        out, _ = self.decode(decoder, {**variables, "cache": cache})
-        serve, served = fp8.freeze(decoder, {**variables, "cache": cache}, TOKENS[:, :1])
-        assert OWG not in served
-        frozen, _ = self.decode(serve, served)
-        np.testing.assert_array_equal(frozen, out)
-        # Attention sums in another order, so a value may round to another code.
-        np.testing.assert_allclose(out, whole, atol=0.3)
-        assert np.mean(np.abs(out - whole)) < 0.02
+    frozen = fp8.freeze(decoder, variables, TOKENS[:, :1])
+    np.testing.assert_array_equal(decoded(*frozen), decoded(decoder, variables))
 
 
 @pytest.mark.long

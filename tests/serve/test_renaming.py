@@ -56,16 +56,11 @@ def save_in(served, tmp_path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("kind", ["patterns", "callable"])
-def test_renamed(kind, served, save, tmp_path):
-    def name_of(name):
-        name = name.replace("layers_", "model.layers.").replace("embed.embedding", "model.embed.weight")
-        return name.replace("gate.kernel", "gate.weight")
-
+def test_renamed(served, save, tmp_path):
     path = tmp_path / "model.safetensors"
     save()
     original, _ = read(path)
-    save(rename=TO_TORCH if kind == "patterns" else name_of)
+    save(rename=TO_TORCH)
     tensors, config = read(path)
     assert set(tensors) == RENAMED
     for i in "01":
