@@ -64,27 +64,10 @@ def check_params(variables: Mapping[str, Any]) -> None:
         )
 
 
-def check_optimizer(tx: Any) -> None:
-    """Raises ``TypeError`` if ``tx`` is no optimizer of Optax, but for instance ``optax.adam`` itself."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        name = getattr(tx, "__name__", f"a value of type {type(tx).__name__}")
-        raise TypeError(f"tx must be an optimizer of Optax, such as optax.adam(1e-3); got {name}.")
-
-
-def check_function(name: str, value: Any, example: str) -> None:
-    """Raises ``TypeError`` if an argument is not a function, but for instance a model."""
-    is_model = any(base.__name__ == "Module" for base in type(value).__mro__)
-    if is_model or not callable(value):
-        raise TypeError(f"{name} must be a function, such as {example}; got {type(value).__name__}.")
-
-
 def wrong_model(model: Any, must: str, more: str = "") -> TypeError:
     """Returns the error for a value that is not a model, or not one that a function takes.
 
-    Args:
-        model: the value that was passed as a model.
-        must: completes the sentence "model must …".
-        more: what to do, as a sentence that begins with a space.
+    ``must`` completes the sentence "model must …". ``more`` is a sentence that begins with a space.
     """
     if isinstance(model, type):
         more = more or " Pass an instance, not the class."

@@ -15,7 +15,7 @@ from fp8flax._core.measuring import statistics_of
 from fp8flax._core.mode import Observing
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import collect
-from fp8flax._core.options import check_function, check_no_train_state
+from fp8flax._core.options import check_no_train_state
 
 
 class Statistics(dict[str, dict[str, dict[str, float]]]):
@@ -91,8 +91,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     Source: torchao and Transformer Engine, which log some of these.
     """
-    check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
-
     observing = Observing(calibrates=False, key=object())
 
     @jax.jit

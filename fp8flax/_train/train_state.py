@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import check_state_dtype, from_max, has_state, map_state, merge_by_max
 from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
@@ -166,13 +165,9 @@ class TrainState(flax.training.train_state.TrainState):
             **kwargs: further fields of a subclass.
 
         Raises:
-            TypeError: scaling state in ``params`` is not float32; or ``apply_fn`` is not a function, or
-                ``tx`` not an optimizer.
+            TypeError: scaling state in ``params`` is not float32.
             ValueError: scaling state lies where the optimizer sees it, or has no parameters beside it.
         """
-        if apply_fn is not None:
-            check_function("apply_fn", apply_fn, "model.apply")
-        check_optimizer(tx)
         optimized = params
         if _is_variables(params):
             optimized = params["params"]

@@ -13,7 +13,6 @@ from flax import nnx
 
 from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
@@ -247,7 +246,6 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
-        check_optimizer(tx)
         check_model(model, "TrainState")
         if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
             raise ValueError(

@@ -63,9 +63,7 @@ MISTAKES = {
     "Linen for NNX": (lambda: fp8nnx.Optimizer(LAYER, optax.sgd(0.1)), "Dense"),
     "NNX for Linen": (lambda: fp8.add_fp8_state({"params": {}}, linear(), X), r"flax\."),
     "a class for a model": (lambda: fp8.add_fp8_state({"params": {}}, nn.Dense, X), "not the class"),
-    "a model for a function": (lambda: fp8.calibrate(LAYER, {"params": {}, OWG: {}}, [X]), "Dense"),
     "an NNX op in Linen": (lambda: init(with_op(fp8nnx.Fp8DotGeneralOp)), "the Linen op"),
-    "an optimizer's function": (lambda: create(tx=optax.adam), r"optax\.adam\(1e-3\)"),
     "a train state for variables": (
         lambda: fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X)))(create()),
         r"Pass state\.params",

@@ -158,13 +158,6 @@ def test_nnx(tmp_path):
     assert_same_bits(run(both, range(3, NUM_STEPS)), (losses[3:], states[3:]))
 
 
-def test_calibrate_says_why_there_is_nothing_to_calibrate(uninterrupted):
-    variables = uninterrupted[0][0].params
-    for step, reason in ((2, "FP8 is off here"), (3, "no scaling state here")):
-        with recipe_of(step), pytest.raises(ValueError, match=reason):
-            fp8.calibrate(MODEL.apply, variables, [X[step]])
-
-
 def test_a_train_state_is_not_variables(uninterrupted):
     state = uninterrupted[0][0]
     for call in (

@@ -36,11 +36,8 @@ def compile_target(
 ) -> contextlib.AbstractContextManager[object]:
     """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
 
-    Args:
-        capability: the compute capability of the GPU; None for the first device of JAX.
-        takes_algorithms: whether JAX can compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU. If
-            not, the precision of the dot says how it accumulates.
-        cores: the number of cores of the GPU; 132 are those of an H100 or H200.
+    A capability of None stands for the first device of JAX. ``takes_algorithms`` says whether JAX can
+    compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU; otherwise the dot has a precision.
     """
     gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms, cores)
     context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
@@ -225,9 +222,7 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
 
-    Args:
-        *recipes: the recipes of the GEMMs.
-        is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
+    Blackwell has no units for the block scales of a ragged dot.
     """
     if is_compiling_ahead():
         return

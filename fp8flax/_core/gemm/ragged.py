@@ -303,10 +303,7 @@ def grouped_sums(
 def _scales(x: QTensor, sizes: tuple[int, ...], units: tuple[int, ...]) -> jax.Array:
     """Returns the float32 scale of each unit of a tensor that is padded to ``sizes``.
 
-    Args:
-        x: the tensor.
-        sizes: the padded sizes.
-        units: for each dimension, the number of elements of a unit.
+    ``units`` are the numbers of elements of a unit along each dimension.
     """
     scale = x.scale.astype(jnp.float32).reshape(x.scale.shape or (1,) * x.ndim)
     for axis, (size, unit) in enumerate(zip(sizes, units)):

@@ -249,15 +249,8 @@ def fp8_dot_general(
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     The arguments up to ``preferred_element_type``, ``out_sharding`` and the result are those of
-    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains
-    ``is_frozen``, ``stored_kernel`` and ``input_scale``.
-
-    Args:
-        lhs: the input.
-        rhs: the kernel.
-        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
-            values.
-        recipe: how the tensors are scaled.
+    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains the
+    others. The "gradients" of the states are their next values.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     make_plan = dot_plan if form == "direct" else _qdq_plan
