@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import weakref
 from typing import Any
@@ -56,16 +55,6 @@ class _Autocast(contextlib.ContextDecorator):
     def __init__(self, recipe: Any) -> None:
         self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
 
-    def __call__(self, func: Any) -> Any:
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_of_kind(func) for is_of_kind in kinds):
-            raise TypeError(
-                f"autocast as a decorator takes functions that compute before they return; got {func!r}, a "
-                "generator or coroutine function, whose body runs later. Write the with statement in its "
-                "body."
-            )
-        return super().__call__(func)
-
     def __enter__(self) -> None:
         setting = _jit_key(self._ambient)
         setting.__enter__()
@@ -94,7 +83,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
     ``autocast`` belongs to the thread that enters it. Other threads must enter it themselves. All code that
     the thread runs in the meantime is under it, also that of other asyncio tasks, and of the caller of a
-    suspended generator. So leave it before each ``await`` and ``yield``.
+    suspended generator. So leave it before each ``await`` and ``yield``, and do not decorate generator or
+    coroutine functions, whose body runs later.
 
     A recipe with scaling state (``DelayedScaling``) needs that state in the variables. Call ``init`` of the
     model, or ``fp8flax.add_fp8_state``, under the recipe.
@@ -108,8 +98,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
         A context manager, which is also a decorator.
 
     Raises:
-        TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
-            decorated function is a generator or a coroutine function.
+        TypeError: ``enabled`` is not a bool, or ``recipe`` is neither a frozen recipe nor None.
         RuntimeError: a thread leaves another context than the last one that it has entered.
 
     Example:

@@ -245,18 +245,6 @@ def test_contexts_are_left_in_order(run):
     assert in_force() == "delayed"
 
 
-def test_what_it_does_not_decorate():
-    async def coroutine():
-        pass
-
-    async def generator():
-        yield
-
-    for function in (coroutine, generator, under):
-        with pytest.raises(TypeError, match=r"got <function .*Write the with statement in it"):
-            fp8.autocast()(function)
-
-
 def test_a_recipe_entered_in_a_function_that_is_being_compiled():
     """In a new thread, whose key is another one after the first function than before it."""
 

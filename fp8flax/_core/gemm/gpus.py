@@ -86,6 +86,18 @@ class Gpu:
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
 
 
+_H100 = Gpu(
+    name="NVIDIA H100",
+    compute_capability=9.0,
+    cores=132,
+    clock_ghz=1.98,
+    memory=84_978_434_048,
+    l2_cache=52_428_800,
+    bandwidth=3_352_320_000_000,
+    bf16=790e12,
+    fp8=1400e12,
+)
+
 GPUS = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",
@@ -130,27 +142,13 @@ GPUS = {
         shared_memory_per_block=101_376,
         shared_memory_per_core=102_400,
     ),
-    "h100": Gpu(
-        name="NVIDIA H100",
-        compute_capability=9.0,
-        cores=132,
-        clock_ghz=1.98,
-        memory=84_978_434_048,
-        l2_cache=52_428_800,
-        bandwidth=3_352_320_000_000,
-        bf16=790e12,
-        fp8=1400e12,
-    ),
-    "h200": Gpu(
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100,
         name="NVIDIA H200",
-        compute_capability=9.0,
-        cores=132,
-        clock_ghz=1.98,
         memory=150_754_820_096,
         l2_cache=62_914_560,
         bandwidth=4_800_000_000_000,
-        bf16=790e12,
-        fp8=1400e12,
     ),
     "b200": Gpu(
         name="NVIDIA B200",

@@ -37,13 +37,8 @@ class GemmSizes(NamedTuple):
         return 2 * self.batch * self.m * self.k * self.n
 
 
-class Swapped(NamedTuple):
-    """An op whose kernel is its left operand, computed with the operands in the other order."""
-
-    arguments: tuple[Any, ...]
-    """The arguments of the op for the operands in the other order."""
-    restore: Callable[[jax.Array], jax.Array]
-    """Returns the result of the op, given the result for the operands in the other order."""
+Swapped = tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]
+"""The arguments of an op for its operands in the other order, and a function that restores its result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +121,7 @@ def _dot_swapped(
         axes, split = list(range(out.ndim)), out.ndim - num_left
         return lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
 
-    return Swapped((((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore)
+    return (((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore
 
 
 def _dot_unsupported(params: Mapping[str, Any]) -> str | None:
