@@ -124,11 +124,10 @@ class OpBase(Called):
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
         """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
-        leading = self.row.leading(kernel)
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
-            stack = leading.get(role, ())
+            stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
             leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
             leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves

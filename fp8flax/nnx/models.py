@@ -304,7 +304,7 @@ def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = found.site.op
     form = {"form": options.form} if row.has_form else {}
-    num_kernels = found.site.shapes[1][:1] if row.stacked else ()
+    num_kernels = found.site.shapes[1][:1] if row.is_stack else ()
     op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
     op._reason = decision.reason
     for value in vars(op).values():

@@ -39,9 +39,9 @@ from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, Dims, QTensor, dequantized
+from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 

@@ -25,8 +25,8 @@ from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.gemm.sizes import are_positive, padded, round_up
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
+from fp8flax._core.quantize import no_derivative
 
 
 class Ragged(NamedTuple):

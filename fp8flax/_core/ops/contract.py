@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -41,12 +41,11 @@ from fp8flax._core.names import (
     RESIDUAL_NAMES,
     WGRAD,
 )
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantize import inf_to_nan
+from fp8flax._core.quantize import inf_to_nan, no_derivative
 from fp8flax._core.quantizers import BlockQuantizer, quantized
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 
@@ -103,6 +102,7 @@ class Contraction:
     """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
+    is_ragged: ClassVar[bool] = False
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -137,9 +137,6 @@ class Contraction:
         amax = jax.vmap(delayed_amax) if self.dims[role][0].is_stack else delayed_amax
         result: jax.Array = amax(x)
         return result
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""
 
     def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
         """Returns one of the three GEMMs: its dtypes, and how it accumulates."""

@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.names import FORWARD
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import (
@@ -28,7 +27,7 @@ from fp8flax._core.ops.contract import (
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float, Float32
 
 FORMS = ("direct", "qdq")
@@ -126,9 +125,6 @@ class DotContraction(Contraction):
         del extra
         dims, precision = self.dimension_numbers, self.precision
         return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes)
 
     def stored(self, kernel: QTensor) -> QTensor:
         """Returns a canonical kernel as a frozen model stores it, with codes in the shape of the kernel.

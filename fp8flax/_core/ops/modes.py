@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.mode import is_calibrating, mode
 from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
@@ -86,21 +87,21 @@ def run(
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return wide(lhs, rhs, extra)
+    is_qdq, is_frozen = isinstance(plan, FakeQuantized), is_frozen or stored_kernel is not None
+    if not (is_qdq or is_calibrating()):
+        used = plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad
+        warn_if_emulated(*(used[:1] if is_frozen else used), is_ragged=plan.is_ragged)
     if stored_kernel is not None:
-        plan.warn(plan.recipe.forward)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)
         return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
     state_of = {role: getattr(states, role) for role in plan.recipe.delayed}
-    is_qdq = isinstance(plan, FakeQuantized)
     if is_frozen:
-        plan.warn(plan.recipe.forward)
         scales = {role: scale_of(plan.recipe.delayed[role], state) for role, state in state_of.items()}
         return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, _Fixed(scales, None))
     scales = {role: step_scale(plan.recipe.delayed[role], state) for role, state in state_of.items()}
     if is_calibrating():
         return _calibrated(plan, wide, (lhs, rhs), extra, state_of, scales)
-    plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is not None:
         return _measured(plan, compute, (lhs, rhs), extra, scales)

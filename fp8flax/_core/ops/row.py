@@ -80,17 +80,13 @@ class OpRow:
     """The field of Linen layers that takes the class of the op."""
     nnx_field: str | None = None
     """The field of NNX layers that takes an instance of the op."""
-    stacked: tuple[str, ...] = ()
-    """The roles whose state has a leading dimension, the first dimension of the kernel."""
+    is_stack: bool = False
+    """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
     is_matmul: Callable[..., bool] = lambda lhs, rhs, *arguments: True
     """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     def __reduce__(self) -> Any:
         return _row_named, (self.name,)  # copies and pickles are the row itself
-
-    def leading(self, kernel: Shape) -> dict[str, Shape]:
-        """Returns the leading dimensions of the state, by role, for a kernel of this shape."""
-        return dict.fromkeys(self.stacked, kernel[:1])
 
 
 def _params(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -207,7 +203,7 @@ RAGGED_DOT = OpRow(
     arguments=_params("precision", "preferred_element_type"),
     unsupported=_ragged_unsupported,
     nnx_field="ragged_dot",
-    stacked=("kernel",),
+    is_stack=True,
 )
 
 _ROWS = (DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)
