@@ -126,17 +126,10 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _Autocast(gemms if enabled else _OFF)
 
 
-def ambient_hint(needs_state: bool = False) -> str:
-    """Returns the last sentence of an error that the ambient recipe can cause; empty if it cannot.
-
-    FP8 being off can cause it. With ``needs_state``, a recipe without scaling state can cause it too.
-    """
-    recipe = None if _jit_key.value is None else _jit_key.value.recipe
-    if recipe is _OFF:
-        return " FP8 is off here, by autocast(enabled=False): call this outside of it."
-    if needs_state and recipe is not None and not recipe.delayed:
-        return " The recipe has no scaling state here, by autocast(recipe=…): call this outside of it."
-    return ""
+def ambient_hint() -> str:
+    """Returns a sentence that says that FP8 is off; empty if it is on."""
+    is_off = _jit_key.value is not None and _jit_key.value.recipe is _OFF
+    return " FP8 is off here, by autocast(enabled=False): call this outside of it." if is_off else ""
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:

@@ -91,8 +91,7 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
     op, dims = fp8.Fp8DotGeneralOp(recipe=recipe, form=form), (((1,), (0,)), NO_BATCH)
     expected = reference.DenseStep(
         3,
-        fp8_format.forward_dtype.name,
-        fp8_format.backward_dtype.name,
+        *(dtype.name for dtype in fp8_format.value),
         round_operands=form == "qdq",
         **options,
     )

@@ -1,6 +1,5 @@
 """Statistics agree with NumPy under every transformation."""
 
-import io
 from functools import partial
 
 import flax.linen as nn
