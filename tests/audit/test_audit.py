@@ -288,7 +288,6 @@ MULTIPLIED = {
 }
 LONG = {
     ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
-    ("b200", "axiswise"): (RECIPES["axiswise"], EVEN, "cublasLt", ""),
     ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
 }
 

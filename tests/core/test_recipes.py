@@ -97,7 +97,6 @@ WRONG = {
         ({"margin": 17}, ValueError, "margin .*16 or less"),
         ({"amax_compute_algo": "mean"}, ValueError, "most_recent.*'mean'"),
         ({"fp8_format": "HYBRID"}, TypeError, "fp8flax.Format.*'HYBRID'"),
-        ({"use_power_2_scales": 1}, TypeError, "use_power_2_scales"),
     ],
     fp8.Float8CurrentScaling: [
         ({"granularity": "rowwise"}, ValueError, "granularity .*'rowwise'"),
