@@ -166,7 +166,6 @@ def test_attention_is_told_from_layers(gpu):
     [
         ("", "float8_e4m3fn", "other", "cpu has no FP8 units"),
         ("9.0", "float8_e4m3fn", "other", "plain loop"),
-        ("9.0", "bfloat16", "cublasLt", "only one operand"),
         ("9.0", "float8_e5m2", "cublasLt", ""),
     ],
 )
@@ -204,7 +203,6 @@ def test_units_and_operands_decide(capability, rhs, backend, reason):
         ("jit(s)/jvp(loss/M)/Dense_0/jit(_einsum)/dot_general", "loss/M/Dense_0", "forward"),
         ("jit(s)/dot_general", "", "forward"),
         ("jit(s)/transpose(jvp(M))/jvp(M)/checkpoint/b0/up/dot_general", "M/b0/up", "backward"),
-        ("jit(s)/vmap(jvp(M))/up/dot_general", "M/up", "forward"),
         ("jit(s)/transpose(jvp(vmap))/dot_general", "", "backward"),
         ("", "", "forward"),
     ],
@@ -272,17 +270,6 @@ def test_static_and_keyword_arguments():
     assert [(gemm.m, gemm.k, gemm.n) for gemm in report.gemms] == [(8, 16, 16)] * 3
 
 
-def test_a_persistent_compilation_cache_changes_nothing(gpu):
-    """Without its GPU JAX warns that it cannot load a cached program; warnings are errors here."""
-    assert jax.config.jax_compilation_cache_dir
-
-    def f(x):
-        return x @ x.T
-
-    first, second = (audit(f, struct(48, 32), target="h200") for _ in range(2))
-    assert first == second
-
-
 def test_scalars_are_arguments_and_arrays_are_optional(gpu):
     report = audit(lambda factor: jax.random.normal(jax.random.key(0), (64, 64)) @ jnp.ones((64, 64)), 2.0)
     assert (report.device, report.num_gemms) == ("NVIDIA H200", 1)
@@ -301,7 +288,6 @@ MULTIPLIED = {
 }
 LONG = {
     ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
-    ("b200", "axiswise"): (RECIPES["axiswise"], EVEN, "cublasLt", ""),
     ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
 }
 

@@ -183,12 +183,6 @@ def test_bytes_that_a_device_sends(kind, line, sent):
     assert [(k.collective, k.bytes_sent) for k in found if k.collective] == ([(kind, sent)] if kind else [])
 
 
-def test_collectives_in_a_loop_count():
-    called = loop("%body", "%y = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}"), CONDITION
-    (found,) = kernels([STATE], while_("w", "body", 5), called=called)
-    assert (found.collective, found.bytes_sent, found.trip_count) == ("all-reduce", 32, 5)
-
-
 def test_groups_in_an_unknown_form_are_refused():
     with pytest.raises(ValueError, match="not in a known form: <new>"):
         kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")

@@ -163,17 +163,6 @@ def test_examples_of_vmap_merge_by_maximum(function):
     np.testing.assert_array_equal(history, [7.0, 3.0])
 
 
-@pytest.mark.parametrize("damaged", [[np.nan, 2.0, 1.0], [np.inf]])
-def test_a_damaged_history_heals(damaged):
-    """Such a history can only be stored by hand: one step keeps the scale, the next is as ever."""
-    scale, history = in_state(jnp.float32([7.0]), jnp.full((1,), 0.5), jnp.float32(damaged))
-    np.testing.assert_array_equal(scale, [0.5])
-    assert history[0] == 7.0
-    assert np.isfinite(history).all()
-    scale, _ = in_state(jnp.float32([7.0]), scale, history)
-    np.testing.assert_array_equal(scale, reference.next_scale([7.0], [1.0], "float8_e4m3fn"))
-
-
 @pytest.mark.parametrize(("scale", "healed"), [(0.0, 1.0), (np.inf, 1.0), (np.nan, np.nan)])
 def test_a_damaged_scale_heals_but_a_nan_stays(scale, healed):
     """A NaN marks a state that a training loop has damaged; the result is NaN, too."""

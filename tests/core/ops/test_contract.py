@@ -146,9 +146,6 @@ def test_what_fills_up_the_last_blocks_is_not_kept():
     assert B * M * K + B * K * N <= sum(leaf.size for leaf in codes) <= (B * M * K + B * K * N) * 9 / 8
 
 
-# Custom recipes.
-
-
 @pytest.mark.newest
 class TestCustom:
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
