@@ -262,6 +262,10 @@ def layer_of(kernel, **others):
     return {"params": {"up": {"kernel": jnp.zeros(*kernel), **others}}}
 
 
+def frozen_layer(**others):
+    return layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **others)
+
+
 CONV = {"up.weight": scales_of(0, 3, 3, 3, 3)}
 STACK = {"up.weight": scales_of(0, 2, 3, 3)}
 OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
@@ -291,27 +295,19 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
         ),
         (
             {**CHANNEL, "up.weight": LAYER["up.weight"].view(ml_dtypes.float8_e5m2)},
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP),
+            frozen_layer(**OP),
             "must be float8_e4m3fn, and is float8_e5m2",
         ),
-        (SQUARE, layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP), "recipe of the checkpoint"),
+        (SQUARE, frozen_layer(**OP), "recipe of the checkpoint"),
+        (CHANNEL, frozen_layer(Op_0={"kernel_scale": jnp.zeros((1, 2, 3))}), "recipe of the checkpoint"),
         (
             CHANNEL,
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_0={"kernel_scale": jnp.zeros((1, 2, 3))}),
-            "recipe of the checkpoint",
-        ),
-        (
-            CHANNEL,
-            layer_of(
-                ((300, 200), E4M3),
-                bias=jnp.zeros(200),
-                Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)},
-            ),
+            frozen_layer(Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)}),
             "input_scale of the frozen model is",
         ),
         (
             CHANNEL,
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
+            frozen_layer(Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
             "one frozen kernel with one scale",
         ),
     ],
