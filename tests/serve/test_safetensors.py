@@ -1,6 +1,5 @@
 """safetensors files can be read by the library that defines the format, and by NumPy alone."""
 
-import json
 import resource
 import signal
 import sys
@@ -15,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 import fp8flax as fp8
-from tests.cases import RECIPES, variables_of
+from tests.cases import RECIPES
 from tests.models import ALL, trained
 from tests.serve.net import X, frozen_net, read
 
@@ -123,24 +122,6 @@ def test_a_model_that_is_not_frozen(tmp_path):
     model8, variables = trained(nn.Dense(4), np.ones((2, 8), np.float32))
     with pytest.raises(TypeError, match=r"must come from fp8flax.freeze; got Dense"):
         fp8.save_safetensors(tmp_path / "model", model8, variables)
-
-
-class Products(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(32, name="up")(x)
-        return x @ x.T
-
-
-def test_a_config_for_stored_weights_beside_products_of_activations(tmp_path):
-    """With weight_only the products are computed as without FP8, so the config is not about them."""
-    x = np.ones((32, 64), np.float32)
-    model8 = fp8.quantize_model(Products(), RECIPES["current"], include=".*", products=True)
-    model, served = fp8.freeze(model8, variables_of(model8, x), x, weight_only=True)
-    fp8.save_safetensors(tmp_path / "model.safetensors", model, served, config={"model_type": "x"})
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "compressed-tensors"
-    assert config["ignore"] == []
 
 
 @pytest.fixture(scope="module")

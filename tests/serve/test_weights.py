@@ -42,21 +42,6 @@ def test_bits_are_those_of_the_file(recipe, tmp_path):
     assert "model.heads_proj.weight" in weights
 
 
-def test_one_program_serves_all_steps(tmp_path):
-    """The user compiles it as a function of the variables; the values are those of the step."""
-    model8, variables, *_ = frozen_net("delayed")
-    weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, rename=RENAME))
-    seen = set()
-    for _ in range(3):
-        variables = {**variables, "params": jax.tree.map(lambda x: x * 1.5, variables["params"])}
-        weights = weights_of(variables)
-        seen.add(np.asarray(weights["model.up_proj.weight"]).tobytes())
-    assert weights_of._cache_size() == 1
-    assert len(seen) == 3
-    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
-    assert_as_in_file(weights, tmp_path / "a")
-
-
 def test_errors():
     model8, variables = trained(nn.Dense(4), X, recipe=RECIPES["current"])
     state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))

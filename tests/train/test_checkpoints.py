@@ -10,8 +10,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from tests.cases import normal, variables_of
@@ -129,46 +127,6 @@ def test_a_checkpoint_has_the_names_of_flax(tmp_path):
     # Inputs grew from step to step: the newest amax comes first, then the oldest to the second newest.
     newest, _, oldest, second = np.asarray(state["first"]["Fp8DotGeneralOp_0"]["input_amax_history"])
     np.testing.assert_array_equal([oldest, second, newest], AMAX * np.float32([1, 2, 4]))
-
-
-class Stacked(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
-        axes = {"params": 0, OWG: 0}
-        layers = nn.vmap(
-            nn.Dense, in_axes=None, variable_axes=axes, split_rngs={"params": True}, axis_size=8
-        )
-        return layers(16, param_dtype=jnp.bfloat16, dot_general_cls=op)(x)
-
-
-STACKED = Stacked()
-
-
-def test_sharded_over_eight_devices(tmp_path):
-    assert jax.device_count() == 8
-    target = abstract(STACKED)
-    state = jax.tree.map(lambda s: jnp.arange(1, s.size + 1, dtype=s.dtype).reshape(s.shape), target)
-    line = Mesh(np.array(jax.devices()), ("layers",))
-    grid = Mesh(np.array(jax.devices()).reshape(2, 4), ("rows", "columns"))
-
-    def by_layers(leaf):
-        return NamedSharding(line, P("layers") if leaf.ndim else P())
-
-    def by_features(leaf):  # scalings, biases and scalars replicated
-        return NamedSharding(grid, P(None, "rows", "columns") if leaf.ndim == 3 else P())
-
-    placed = jax.device_put(state, jax.tree.map(by_layers, state))
-    histories = placed.params[OWG]["VmapDense_0"]["Fp8DotGeneralOp_0"]["kernel_amax_history"]
-    assert histories.sharding.shard_shape(histories.shape) == (1, 4)
-    orbax_save(tmp_path / "checkpoint", placed)
-    for shardings in (by_layers, by_features):
-        wanted = jax.tree.map(shardings, target)
-        placed = jax.tree.map(lambda s, where: s.update(sharding=where), target, wanted)
-        restored = orbax_restore(tmp_path / "checkpoint", placed)
-        assert_same(restored, state)
-        assert jax.tree.map(lambda leaf: leaf.sharding, restored) == wanted
-        assert_same(fp8.add_fp8_state(restored.params, STACKED, X), state.params)
 
 
 @pytest.mark.long
