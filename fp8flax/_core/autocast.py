@@ -38,16 +38,14 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-_thread = threading.local()
+class _Entered(threading.local):
+    """The contexts that a thread has entered and not left yet, each with the context manager of JAX."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[_Autocast, Any]] = []
 
 
-def _entered() -> list[tuple[_Autocast, Any]]:
-    """Returns the contexts that this thread has entered and not left yet.
-
-    Beside each is JAX's context manager, which restores what was set before.
-    """
-    entered: list[Any] = vars(_thread).setdefault("entered", [])
-    return entered
+_entered = _Entered()
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -69,10 +67,10 @@ class _Autocast(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        _entered().append((self, setting))
+        _entered.stack.append((self, setting))
 
     def __exit__(self, *error: object) -> None:
-        entered = _entered()
+        entered = _entered.stack
         if not entered or entered[-1][0] is not self:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "

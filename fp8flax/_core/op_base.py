@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.mode import in_op
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
+from fp8flax._core.observe import in_op
 from fp8flax._core.ops.calls import Called
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import FORMS

@@ -10,9 +10,8 @@ import flax.core
 import jax
 import numpy as np
 
-from fp8flax._core.mode import Observing
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.observe import collect
+from fp8flax._core.observe import Observing, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state

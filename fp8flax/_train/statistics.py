@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from fp8flax._core.measuring import statistics_of
-from fp8flax._core.mode import Observing
 from fp8flax._core.names import ROLES
-from fp8flax._core.observe import collect
+from fp8flax._core.observe import Observing, collect
 from fp8flax._core.options import check_function, check_no_train_state
 from fp8flax._core.tables import table_lines
 

@@ -103,6 +103,7 @@ class Contraction:
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
     is_ragged: ClassVar[bool] = False
+    """Whether rows are multiplied by the kernels of their experts."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
