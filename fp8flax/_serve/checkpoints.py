@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -14,7 +15,29 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.headers import INDEX, SINGLE, Stored, mapped, parsed, read_header
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""The names of the files in a folder: of the index of several files, or of a single file."""
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
 
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
@@ -33,15 +56,23 @@ _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
 
+class Stored(NamedTuple):
+    """Place of a tensor in a file."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
 class CheckpointTensor(NamedTuple):
     """A quantized tensor of a checkpoint: each block of ``codes`` has one entry of ``scale``.
 
     The arrays have the bits of the file. The codes are mapped from the file, and are read when they are
     used.
 
-    This is not the ``QTensor`` of the core, which cannot express what a file has: a scale in bfloat16,
-    blocks of any size, an input scale, and codes without the quantizer that made them. A ``QTensor`` also
-    lies on a device as a whole, and a file may be larger than the memory.
+    The ``QTensor`` of the core cannot express what a file has, such as a scale in bfloat16 or blocks of any
+    size. It also lies on a device as a whole, and a file may be larger than the memory.
     """
 
     codes: np.ndarray
@@ -63,48 +94,39 @@ class CheckpointTensor(NamedTuple):
 
         The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
         """
-        result = np.empty(self.shape, dtype)
-        if not self.shape:
-            one = self._replace(codes=self.codes.reshape(1), scale=self.scale.reshape(1), block=(1,))
-            return one.dequantize(dtype).reshape(())
+        all_codes, scale = np.atleast_1d(self.codes, self.scale)
+        result = np.empty(all_codes.shape, dtype)
         wide = np.float64 if result.dtype == np.float64 else np.float32
         step = max(1, _SLAB // max(1, math.prod(self.shape[1:])))
-        for start in range(0, self.shape[0], step):
-            codes = self.codes[start : start + step]
+        for start in range(0, len(result), step):
+            codes = all_codes[start : start + step]
             places = np.arange(start, start + len(codes)), *map(np.arange, self.shape[1:])
-            scale = self.scale[np.ix_(*(at // width for at, width in zip(places, self.block)))]
+            scales = scale[np.ix_(*(at // width for at, width in zip(places, self.block or (1,))))]
             with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                result[start : start + step] = (codes.astype(wide) * scale.astype(wide)).astype(dtype)
-        return result
+                result[start : start + step] = (codes.astype(wide) * scales.astype(wide)).astype(dtype)
+        return result.reshape(self.shape)
 
 
 class Checkpoint(Mapping[str, Any]):
     """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
-        self._path = path
+    def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
         """For each name a ``Stored``, or a ``CheckpointTensor`` with ``Stored`` in the place of arrays."""
 
     def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
         entry = self._entries[name]
         if isinstance(entry, Stored):
-            return mapped(entry, name)
-        input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
-        codes, scale = mapped(entry.codes, name), mapped(entry.scale, name)
-        return CheckpointTensor(codes, scale, entry.block, input_scale)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+            return _mapped(entry, name)
+        arrays = {field: x for field, x in entry._asdict().items() if isinstance(x, Stored)}
+        tensor: CheckpointTensor = entry._replace(**{f: _mapped(x, name) for f, x in arrays.items()})
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __repr__(self) -> str:
-        return f"<Checkpoint {str(self._path)!r} of {len(self)} tensors>"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -159,9 +181,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if not path.is_dir():
-        return Checkpoint(path, _entries(read_header(path), []))
-    blocks = _declared_blocks(*_quantization_config(path))
-    return Checkpoint(path, _entries(_read_folder(path), blocks))
+        return Checkpoint(_entries(_read_header(path), []))
+    blocks = _declared_blocks(path / "config.json")
+    return Checkpoint(_entries(_read_folder(path), blocks))
 
 
 # Folders of files.
@@ -171,13 +193,13 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     """Returns where the tensors of a folder are."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
-        return read_header(single)
+        return _read_header(single)
     if single.is_file():
         raise ValueError(
             f"{folder} must have {SINGLE} or {INDEX}; it has both, and one of them may be from an older "
             f"save. Delete the older one, or pass the path of {SINGLE} itself."
         )
-    shard_of = parsed(index.read_bytes(), index).get("weight_map")
+    shard_of = _parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
     files: dict[str, Stored] = {}
@@ -185,7 +207,7 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     for shard in dict.fromkeys(map(str, shard_of.values())):
         if shard not in there:
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
-        stored = read_header(folder / shard)
+        stored = _read_header(folder / shard)
         if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
             raise ValueError(
                 f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
@@ -198,25 +220,11 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
 # The description of the format.
 
 
-def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Returns the quantization config of a folder, and the file that has it."""
-    for name, keys in (
-        ("config.json", ("quantization_config", "compression_config")),
-        ("hf_quant_config.json", ("quantization",)),
-    ):
-        path = folder / name
-        if path.is_file():
-            whole = parsed(path.read_bytes(), path)
-            inner = whole.get("text_config")
-            for key in keys:
-                config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
-                if config is not None:
-                    return config, path
-    return {}, folder
-
-
-def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int]]:
-    """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
+def _declared_blocks(where: Path) -> list[tuple[int, int]]:
+    """Returns the sizes of blocks in a ``config.json``; raises if its format is not read."""
+    config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
+    if config is None:
+        return []
     try:
         method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
         groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
@@ -246,12 +254,7 @@ def _block_of(weights: dict[str, Any]) -> Any:
 
 
 def _entries(files: Mapping[str, Stored], declared: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Returns the entries of a checkpoint: each weight in FP8 together with its scales.
-
-    Args:
-        files: where the tensors are, by their names in the files.
-        declared: the sizes of blocks in the quantization config.
-    """
+    """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
     entries: dict[str, Any] = {}
     parts: set[str] = set()
     """The tensors that belong to the entry of another name."""
@@ -334,3 +337,70 @@ def _blocks(
         if scale == tuple(-(-n // b) for n, b in zip(shape, block)):
             found.add(block)
     return found
+
+
+# Single files.
+
+
+def _parsed(text: bytes, where: Path) -> dict[str, Any]:
+    """Returns a JSON object of a file."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):  # the library and Python would take the last of them
+            raise ValueError(f"it has a name twice: {[name for name, _ in pairs]}")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: its JSON cannot be read: {error}. Copy it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is damaged: its JSON must be an object; got {type(found).__name__}.")
+    return found
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    """Returns where the tensors of a file are."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
+        ) from error
+    try:
+        with safetensors.safe_open(path, "np"):
+            pass  # the library checks the header
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file, or is damaged: {error}. Copy it again."
+        ) from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = _parsed(file.read(length), path)
+    stored = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(
+                f"{path}: {name!r} has the dtype {entry['dtype']!r}, which is none of {list(DTYPES)}."
+            )
+        start = 8 + length + entry["data_offsets"][0]
+        stored[name] = Stored(path, np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start)
+    return stored
+
+
+def _mapped(stored: Stored, name: str) -> np.ndarray:
+    """Returns a tensor, mapped from its file."""
+    nbytes = math.prod(stored.shape) * stored.dtype.itemsize
+    if not nbytes:
+        return np.empty(stored.shape, stored.dtype)
+    try:
+        raw = np.memmap(stored.file, np.uint8, "r", stored.start, (nbytes,))
+    except ValueError as error:
+        raise ValueError(
+            f"{stored.file} has become shorter since it was opened: {name!r} ends behind its end. "
+            "Copy it again."
+        ) from error
+    return np.asarray(raw).view(stored.dtype).reshape(stored.shape)

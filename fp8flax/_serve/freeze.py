@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ import flax.linen as nn
 
 from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.options import check_bool, wrong_model
+from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve import linen
 from fp8flax._serve.stored_op import ServedOp
 
@@ -32,10 +32,9 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
     kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots.
 
-    The frozen model can be differentiated with respect to its inputs and its wide parameters, in forward
-    and reverse mode, any number of times. Its derivative is that of a model with the dequantized kernels,
-    and quantizing an input passes the derivative on unchanged. Differentiation with respect to FP8 kernels
-    and to scales raises ``TypeError``.
+    The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
+    times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
+    Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
 
     A Linen model's ``init`` returns a fresh KV cache, which decoding loops read as ``init(rng,
     tokens)["cache"]``, and random parameters in the shapes and dtypes of those returned here. Call it under
@@ -114,12 +113,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
     """Returns the ops of a frozen model, and its variables in collections, as Linen has them.
 
-    Args:
-        model: the frozen model, of Linen or NNX.
-        variables: the variables of a Linen model.
-
     Raises:
-        TypeError: ``model`` is not frozen, or ``variables`` is not a mapping.
+        TypeError: ``model`` is not frozen, or the variables of a Linen model are not a mapping.
     """
     found: tuple[list[ServedOp], dict[str, Any]] = _front_of(model).described(model, variables)
     return found
@@ -129,15 +124,6 @@ def _front_of(model: Any) -> Any:
     """Returns our module for the API of a model: ``linen``, or ``fp8flax.nnx.freezing``."""
     if isinstance(model, nn.Module):
         return linen
-    front = nnx_front(model)
-    if front is None:
+    if not is_nnx(model):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
-    return front
-
-
-def nnx_front(model: Any) -> Any:
-    """Returns ``fp8flax.nnx.freezing`` for an NNX model; None for anything else."""
-    nnx = sys.modules.get("flax.nnx")  # the package does not import NNX until there is an NNX model
-    if nnx is None or not isinstance(model, nnx.Module):
-        return None
     return importlib.import_module("fp8flax.nnx.freezing")

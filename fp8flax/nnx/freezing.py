@@ -197,12 +197,6 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
         module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
 
 
-def updated(model: nnx.Module, load: Callable[[Any], Any]) -> nnx.Module:
-    """Returns a model after its variables, but for random number generators, got the values of ``load``."""
-    nnx.update(model, load(nnx.state(model, nnx.Not(nnx.RngState))))
-    return model
-
-
 # Which kernels nothing but their op reads.
 
 _MARK = "fp8flax_kernel"

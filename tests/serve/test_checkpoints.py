@@ -290,7 +290,7 @@ def test_several_files(tmp_path):
     assert "down.weight_scale" not in checkpoint
     with pytest.raises(KeyError, match="down"):
         checkpoint["down.weight_scale"]
-    assert "3 tensors" in repr(checkpoint)
+    assert len(checkpoint) == 3
 
 
 TWO = {"a.weight": codes_of(0, 4, 6), "a.weight_scale": scales_of(1, 1), "b": scales_of(2, 3)}
