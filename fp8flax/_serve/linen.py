@@ -6,7 +6,7 @@ The two sides of a frozen model, with the dtype of each array::
     ------------------------                      --------------------------
     params/                                       params/
       Dense_0/                                      Dense_0/
-        kernel               e4m3  ---------+-----    kernel            float32, its values are not used
+        kernel               e4m3  ---------+-----    kernel            float32, all Inf
         bias                 float32        |         bias              float32
         Fp8DotGeneralOp_0/                  |     _fp8_served/
           kernel_scale       float32  ---+  |       Dense_0/
@@ -17,7 +17,8 @@ The two sides of a frozen model, with the dtype of each array::
 
 For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
 the source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
-model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. (An op
+model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
+does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
 codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
 that collection as they do the parameters.
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.dead_code import needed_operands
+from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.row import OpRow
@@ -57,7 +58,7 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
-from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
+from fp8flax._model.param_origin import CAST, Origin
 from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split, state_at
@@ -179,8 +180,11 @@ def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str,
     """
     shapes = jax.tree.map(as_struct, variables)  # without shardings
     of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
+    places = [path_names(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     for args, kwargs in of_methods.values():
-        trace_apply(model, shapes, args, kwargs)
+        needed = needed_inputs(trace_apply(model, shapes, args, kwargs))
+        read = [path for path, is_needed in zip(places, needed) if is_needed]
+        recording.read.update(path[1:] for path in read if path[0] == PARAMS)
     if not recording.ops:
         raise ValueError(
             f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
@@ -250,21 +254,18 @@ class RecordingCall(Call):
     def __init__(self, recording: Recording, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self.recording = recording
-        self.origins = self.reads = Reads()
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
         if recipe is None or self.is_apart:
-            self.reads.use((lhs, rhs, *rest))
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         if self.is_init:
             if kernel is not None and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
                 self._put(op, {KERNEL_AXES: jnp.zeros((0,) * len(kernel.sources[0].shape))})
             return compute(lhs, rhs, *rest, **keywords)
-        self.reads.use((lhs, *rest))
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
         before = self.recording.ops.setdefault(op.path, found)
@@ -275,38 +276,11 @@ class RecordingCall(Call):
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
-        if not self.is_init:
-            self.reads.use(jax.tree.leaves(result))
-            self.recording.read |= self.reads.read
         for path in self._made:
             axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
             if axes is not None:
                 stacked = [axis for axis, size in enumerate(axes.shape) if size]
                 self.recording.axes[path] = tuple(axis - i for i, axis in enumerate(stacked))
-
-
-class Reads(ParamOrigins):
-    """Also finds the parameters that something else than an FP8 op reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: set[Path] = set()
-
-    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        super().follow(primitive, operands, params, results)
-        made_of = [x for x in operands if self.of(x) is not None]
-        if made_of and not (primitive.name in MOVEMENTS and len(made_of) == len(operands)):
-            needed = needed_operands(primitive, params, operands)
-            self.use(x for x, is_needed in zip(operands, needed) if is_needed)
-
-    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        super().call(operands, results)
-        self.use(operands)
-
-    def use(self, values: Iterable[Any]) -> None:
-        """Records that something else than an FP8 op reads values."""
-        for origin in map(self.of, values):
-            self.read.update(() if origin is None else (source.path for source in origin.sources))
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
@@ -325,14 +299,7 @@ def _leaves(tree: Any) -> dict[Path, Any]:
 def _replaced(
     params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
 ) -> Any:
-    """Returns parameters after changes.
-
-    Args:
-        params: the parameters, with boxes or without.
-        new: arrays that replace others, in the boxes that are there.
-        more: arrays at new places.
-        less: places of arrays that are left out.
-    """
+    """Returns parameters with ``new`` arrays in their boxes, with ``more`` arrays, and without ``less``."""
 
     def replace(keys: Any, leaf: Any) -> Any:
         array = new.get(path_names(keys), leaf)
@@ -352,7 +319,6 @@ class ServingCall(Call):
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._ops = {op.path: op for op in serving.ops}
-        self.origins = self.reads = Reads()
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram for the left side."""
@@ -362,7 +328,7 @@ class ServingCall(Call):
         for op in self._ops.values():
             if op.kernel is not None and op.kernel in given:  # ``init`` may not have made it yet
                 codes = served[*op.path, CODES] = given[op.kernel]
-                wide[op.kernel] = codes.astype(op.dtype)
+                wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
             places = [(*op.path, name) for name, *_ in op.scales]
             scales.update({place: given[place] for place in places if place in given})
         params = _replaced(params, wide, {}, scales)
@@ -386,14 +352,7 @@ class ServingCall(Call):
         return {PARAMS: _replaced(params, codes, scales)}
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
-        self.reads.use(jax.tree.leaves(result))
-        stored = {op.kernel for op in self._ops.values() if op.kernel is not None}
-        if read := sorted(stored & self.reads.read):
-            raise ValueError(
-                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
-                "op. These parameters are stored in FP8, because this did not happen when the model was "
-                "frozen. Freeze the model after a call of this method, or call the model that was frozen."
-            )
+        """Records nothing: the rules have been checked when the model was converted."""
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
@@ -404,7 +363,6 @@ class ServingCall(Call):
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
-        self.reads.use((lhs, *rest))
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):

@@ -374,8 +374,7 @@ class TestOtherCalls:
         """After a call of the method the kernel stays wide."""
         model8, variables = trained(Penalized(), self.x)
         serve, served = fp8.freeze(model8, variables)
-        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel outside of an FP8 op"):
-            serve.apply(served, method="penalty")
+        assert not np.isfinite(serve.apply(served, method="penalty")).any()
         model8.apply(variables, method="penalty")
         with pytest.warns(UserWarning, match=READ):
             assert not narrow(fp8.freeze(model8, variables)[1])
