@@ -141,8 +141,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
     The scales are not listed under names of their own. All other tensors are NumPy arrays. Arrays are
-    read-only and mapped from the file, so that an array costs no memory before it is used. The file must
-    not change while it is mapped.
+    read-only and mapped from the file, which must not change, so they cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
     DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.

@@ -49,14 +49,12 @@ def save_safetensors(
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked have a leading dimension. All other variables keep their layout and
     their names, such as ``embed.embedding``. NNX's random number generators are left out. Equal variables
-    give equal files.
+    give equal files. ``load_into`` reads the file into a model.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    A loader knows an architecture by its own names: ``rename`` gives them to the tensors, and ``config``
-    writes the ``config.json`` that the loader reads first. The metadata of the file contain the matching
-    ``quantization_config``: ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and
-    per output feature. There is no such config for MXFP8, for dtypes other than e4m3fn, for convolutions
-    in FP8, and for several recipes in one model. ``load_into`` reads the file into a model.
+    The metadata of the file contain the matching ``quantization_config``: ``fp8`` for 128×128 blocks,
+    ``compressed-tensors`` for scales per tensor and per output feature. There is no such config for MXFP8,
+    for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -67,9 +65,9 @@ def save_safetensors(
             wherever it is found in a name, in their order; or a function of one name that returns another.
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
-        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it; its ``quantization_config`` becomes that
-            of this model. None writes no such file.
+        config: contents of a ``config.json`` in the folder of ``path``, which loaders read first, as
+            ``to_dict()`` of a transformers config returns it; its ``quantization_config`` becomes that of
+            this model. None writes no such file.
 
     Raises:
         OSError: a file cannot be written, for instance because the disk is full.

@@ -18,9 +18,9 @@ from fp8flax._serve.stored_op import ServedOp
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a model, and for Linen its variables, for serving: kernels in FP8, scales that do not change.
 
-    Each op computes, bit for bit, what it computes in ``model``. Under ``jax.jit``, XLA may fuse the code
-    between the ops differently and round differently in the last bit. Delayed scales become those that the
-    next step would use. Recipes without state continue to scale inputs from the current data.
+    Each op computes, bit for bit, what it computes in ``model``. (Under ``jax.jit``, XLA may fuse the code
+    between the ops differently.) Delayed scales become those that the next step would use. Recipes without
+    state continue to scale inputs from the current data.
 
     Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
     the name of the op. In Linen these are ``params/Dense_0/kernel`` and
@@ -30,23 +30,22 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
     transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
     kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
-    kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots.
+    kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots. A method
+    of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
     The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
     times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
     Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
 
-    A Linen model's ``init`` returns a fresh KV cache, which decoding loops read as ``init(rng,
-    tokens)["cache"]``, and random parameters in the shapes and dtypes of those returned here. Call it under
-    ``jax.eval_shape`` for a target to restore a checkpoint into. For NNX, call ``freeze`` under
-    ``nnx.eval_shape``.
+    A frozen Linen model's ``init`` returns a fresh KV cache, and random parameters in the shapes and dtypes
+    of those returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into. For
+    NNX, call ``freeze`` under ``nnx.eval_shape``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
-            to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. Without inputs,
-            a Linen model that comes from ``quantize_model`` is traced with the shapes of the last call of
-            each of its methods, ``init`` included.
+            to trace the model with, arrays or ``jax.ShapeDtypeStruct``. Without inputs, a Linen model that
+            comes from ``quantize_model`` is traced with the shapes of the last call of each method.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
         **kwargs: keyword inputs of the model.
@@ -76,15 +75,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         >>> bool((serve_model.apply(serve_variables, x) == model8.apply(variables, x)).all())
         True
 
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x])
-        >>> frozen = fp8.freeze(layer, x)
-        >>> frozen.kernel.get_value().dtype.name, bool((frozen(x) == layer(x)).all())
-        ('float8_e4m3fn', True)
-
-    Source: for the names of the scales, the FP8 checkpoints of inference servers; see ``save_safetensors``.
+    For NNX, see ``fp8flax.nnx.Frozen``.
     """
     front = _front_of(model)
     check_bool("weight_only", weight_only)

@@ -58,7 +58,7 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
-from fp8flax._model.param_origin import CAST, Origin
+from fp8flax._model.param_origin import Origin
 from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split, state_at
@@ -214,14 +214,6 @@ class SeenOp(NamedTuple):
         """The paths of the parameters that the kernel is made of."""
         return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
-    @property
-    def steps(self) -> Any:
-        """What the op does to a parameter before the matmul."""
-        if self.kernel is None or self.kernel.moves is None:
-            return None
-        moves = [move[:3] for move in self.kernel.moves if move.primitive.name != CAST]
-        return self.kernel.sources, self.kernel.is_moved, moves, self.args[1].dtype
-
 
 def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> str | None:
     """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
@@ -269,7 +261,10 @@ class RecordingCall(Call):
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
         before = self.recording.ops.setdefault(op.path, found)
-        if before.steps != found.steps:  # one op multiplies by several kernels
+        if (before.kernel, before.args[1]) != (
+            found.kernel,
+            found.args[1],
+        ):  # one op multiplies by several kernels
             both = [one.kernel for one in (before, found) if one.kernel is not None]
             kernel = Origin(tuple(source for each in both for source in each.sources), None)
             self.recording.ops[op.path] = found._replace(kernel=kernel)
@@ -286,10 +281,6 @@ class RecordingCall(Call):
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata)
-
-
 def _leaves(tree: Any) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -300,12 +291,9 @@ def _replaced(
     params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
 ) -> Any:
     """Returns parameters with ``new`` arrays in their boxes, with ``more`` arrays, and without ``less``."""
-
-    def replace(keys: Any, leaf: Any) -> Any:
-        array = new.get(path_names(keys), leaf)
-        return leaf.replace_boxed(array) if _is_box(leaf) and array is not leaf else array
-
-    params = jax.tree_util.tree_map_with_path(replace, params, is_leaf=_is_box)
+    unboxed = nn.meta.unbox(params)
+    arrays = jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), unboxed)
+    params = nn.meta.replace_boxed(params, arrays)
     flat = {**flax.traverse_util.flatten_dict(params, keep_empty_nodes=True), **more}
     return flax.traverse_util.unflatten_dict({path: x for path, x in flat.items() if path not in less})
 

@@ -51,20 +51,18 @@ def load_into(
     A variable is found under the name that ``save_safetensors`` gives it, after ``rename``:
     ``params/Dense_0/kernel`` is ``Dense_0.weight`` for a layer in FP8, or ``Dense_0.kernel``. A kernel is
     ``(out, in)`` in the file, and is transposed, if the file calls it ``weight`` or has scales for it.
-    Fused experts with scales and another name may also be ``(experts, in, out)``: their shape decides, and
-    if it is square, an error asks. ``rename`` is that of ``save_safetensors``. For a Llama of the Hugging
-    Face hub, it maps the names of the model to those of the hub. Each variable has one tensor. To split,
-    join, transpose or stack tensors, pass a dict of the arrays that NumPy makes of them.
+    Fused experts with scales and another name may also be ``(experts, in, out)``, for wide variables: their
+    shape decides, and if it is square, an error asks. Each variable has one tensor. To split, join,
+    transpose or stack tensors, pass a dict of the arrays that NumPy makes of them.
 
     The scaling state of FP8 ops and NNX's generators of random numbers stay unchanged. To leave other
-    variables unchanged, such as LoRA adapters or caches, do not pass them. Of an NNX model, pass a state
+    variables unchanged, such as LoRA adapters or caches, do not pass them: of an NNX model, pass a state
     such as ``nnx.state(model, nnx.Param)``, and give the result to ``nnx.update``.
 
     Args:
         variables: the collections of a Linen model or a frozen one, or the state of an NNX model; arrays,
             or ``jax.ShapeDtypeStruct``. They stay unchanged. Or an NNX model, whose variables are replaced.
-        checkpoint: the result of ``read_checkpoint``, or a mapping of the same kind. A part of it can be
-            selected as a dict.
+        checkpoint: the result of ``read_checkpoint``, or a dict of a part of it.
         rename: names of the file for those of the model; see ``save_safetensors``.
 
     Returns:
