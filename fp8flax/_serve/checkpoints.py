@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,15 +56,6 @@ _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
 
-class Stored(NamedTuple):
-    """Place of a tensor in a file."""
-
-    file: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
 class CheckpointTensor(NamedTuple):
     """A quantized tensor of a checkpoint: each block of ``codes`` has one entry of ``scale``.
 
@@ -107,30 +98,8 @@ class CheckpointTensor(NamedTuple):
         return result.reshape(self.shape)
 
 
-class Checkpoint(Mapping[str, Any]):
-    """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = entries
-        """For each name a ``Stored``, or a ``CheckpointTensor`` with ``Stored`` in the place of arrays."""
-
-    def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
-        entry = self._entries[name]
-        if isinstance(entry, Stored):
-            return _mapped(entry, name)
-        arrays = {field: x for field, x in entry._asdict().items() if isinstance(x, Stored)}
-        tensor: CheckpointTensor = entry._replace(**{f: _mapped(x, name) for f, x in arrays.items()})
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Reads the names of a safetensors checkpoint; each tensor is read when it is looked up.
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the tensors of a safetensors checkpoint by their names, mapped from the files.
 
     A weight in FP8 comes with its scales, as an object with these attributes:
 
@@ -152,15 +121,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             of blocks.
 
     Returns:
-        A mapping from the names in the files to arrays and quantized tensors.
+        Arrays and quantized tensors by their names in the files.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
             weights; a scale has a shape that does not match its weight; or a folder has both a single file
-            and an index. The error names the file and the tensor. A lookup raises it if the file has become
-            shorter.
+            and an index. The error names the file or the folder, and the tensor.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -180,19 +148,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if not path.is_dir():
-        return Checkpoint(_entries(_read_header(path), []))
+        return _entries(path, _read_file(path), [])
     blocks = _declared_blocks(path / "config.json")
-    return Checkpoint(_entries(_read_folder(path), blocks))
+    return _entries(path, _read_folder(path), blocks)
 
 
 # Folders of files.
 
 
-def _read_folder(folder: Path) -> dict[str, Stored]:
-    """Returns where the tensors of a folder are."""
+def _read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a folder."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
-        return _read_header(single)
+        return _read_file(single)
     if single.is_file():
         raise ValueError(
             f"{folder} must have {SINGLE} or {INDEX}; it has both, and one of them may be from an older "
@@ -201,19 +169,19 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     shard_of = _parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
-    files: dict[str, Stored] = {}
+    tensors: dict[str, np.ndarray] = {}
     there = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in dict.fromkeys(map(str, shard_of.values())):
         if shard not in there:
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
-        stored = _read_header(folder / shard)
-        if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
+        found = _read_file(folder / shard)
+        if wrong := found.keys() ^ {name for name, other in shard_of.items() if other == shard}:
             raise ValueError(
                 f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
                 "Correct the index, or remove the tensor from the wrong file."
             )
-        files |= stored
-    return files
+        tensors |= found
+    return tensors
 
 
 # The description of the format.
@@ -252,70 +220,78 @@ def _block_of(weights: dict[str, Any]) -> Any:
     return structure.split("x") if isinstance(structure, str) else structure
 
 
-def _entries(files: Mapping[str, Stored], declared: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _entries(
+    where: Path, tensors: Mapping[str, np.ndarray], declared: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
     entries: dict[str, Any] = {}
     parts: set[str] = set()
     """The tensors that belong to the entry of another name."""
-    for key, stored in files.items():
+    for key, tensor in tensors.items():
         torchao = _TORCHAO.fullmatch(key)
-        if not torchao and stored.dtype not in _FLOAT8:
+        if not torchao and tensor.dtype not in _FLOAT8:
             continue
         layer, last = torchao.groups() if torchao else ("", "")
         name = f"{layer}{last}" if torchao else key
-        if wrong := [name + end for end in _BESIDE if name + end in files]:
+        if wrong := [name + end for end in _BESIDE if name + end in tensors]:
             raise ValueError(
-                f"{stored.file}: {name!r} has {wrong[0]!r} beside it. That format is not read, because "
-                "codes times scales are not its value."
+                f"{where}: {name!r} has {wrong[0]!r} beside it. That format is not read, because codes "
+                "times scales are not its value."
             )
         candidates = [f"{layer}_{last}_scale"] if torchao else [name + end for end in _SCALES]
-        scales = [candidate for candidate in candidates if candidate in files]
+        scales = [candidate for candidate in candidates if candidate in tensors]
         if len(scales) > 1:
-            raise ValueError(f"{stored.file}: {name!r} must have one tensor of scales; it has {scales}.")
+            raise ValueError(f"{where}: {name!r} must have one tensor of scales; it has {scales}.")
         if not scales:
             continue  # such as an embedding that was cast to FP8
-        if name in entries or (torchao and name in files):
-            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
+        if name in entries or (torchao and name in tensors):
+            raise ValueError(f"{where}: {name!r} is there twice, as one tensor and in parts.")
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
-        used = [*scales, *[one for one in inputs if one in files][:1]]
-        entries[name] = _quantized(name, declared, stored, *(files[one] for one in used))
+        used = [*scales, *[one for one in inputs if one in tensors][:1]]
+        entries[name] = _quantized(where, name, declared, tensor, *(tensors[one] for one in used))
         parts |= {key, *used} - {name}
-    for name, stored in files.items():
+    for name in tensors:
         if name not in parts and name not in entries and name.endswith(_PARTS):
             raise ValueError(
-                f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are "
-                "not read; dequantize them with the library that wrote them."
+                f"{where}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are not "
+                "read; dequantize them with the library that wrote them."
             )
-    in_order = {name: entries.get(name, files.get(name)) for name in [*files, *entries]}
+    in_order = {name: entries.get(name, tensors.get(name)) for name in [*tensors, *entries]}
     return {name: entry for name, entry in in_order.items() if name not in parts}
 
 
 def _quantized(
-    name: str, declared: Sequence[tuple[int, ...]], codes: Any, scale: Any, input_scale: Any = None
+    where: Path,
+    name: str,
+    declared: Sequence[tuple[int, ...]],
+    codes: np.ndarray,
+    scale: np.ndarray,
+    input_scale: np.ndarray | None = None,
 ) -> CheckpointTensor:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:
-        raise ValueError(f"{codes.file}: {name!r} must have codes in FP8; they are {codes.dtype}.")
-    dtype = _E8M0 if scale.dtype == np.uint8 else scale.dtype
-    if dtype != _E8M0 and dtype not in _WIDE:
+        raise ValueError(f"{where}: {name!r} must have codes in FP8; they are {codes.dtype}.")
+    is_bytes, given = scale.dtype == np.uint8, scale.shape
+    scale = scale.view(_E8M0) if is_bytes else scale  # a file of MXFP8 may hold the bytes of its scales
+    if scale.dtype != _E8M0 and scale.dtype not in _WIDE:
         raise ValueError(
-            f"{scale.file}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 "
-            "or E8M0."
+            f"{where}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 or "
+            "E8M0."
         )
-    found = _blocks(codes.shape, scale.shape, declared or ([_MX] if dtype == _E8M0 else []) + [_SQUARE])
+    defaults = [_MX, _SQUARE] if scale.dtype == _E8M0 else [_SQUARE]
+    found = _blocks(codes.shape, given, declared or defaults)
     block = found.pop() if len(found) == 1 else ()
     shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
-    # A file of MXFP8 may hold the bytes of its scales as uint8.
     is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
-    is_clear = len(block) == len(codes.shape) and math.prod(shape) == math.prod(scale.shape)
-    if not is_clear or (scale.dtype == np.uint8 and not is_mx):
+    is_clear = len(block) == len(codes.shape) and math.prod(shape) == scale.size
+    if not is_clear or (is_bytes and not is_mx):
         raise ValueError(
-            f"{scale.file}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
+            f"{where}: the scale of {name!r} has the shape {list(given)}, and the weight "
             f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return CheckpointTensor(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
+    return CheckpointTensor(codes, scale.reshape(shape), block, input_scale)
 
 
 def _blocks(
@@ -359,8 +335,8 @@ def _parsed(text: bytes, where: Path) -> dict[str, Any]:
     return found
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
-    """Returns where the tensors of a file are."""
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped from it."""
     try:
         import safetensors
     except ImportError as error:
@@ -377,7 +353,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = _parsed(file.read(length), path)
-    stored = {}
+    data, tensors = np.asarray(np.memmap(path, np.uint8, "r")), {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -385,21 +361,6 @@ def _read_header(path: Path) -> dict[str, Stored]:
             raise ValueError(
                 f"{path}: {name!r} has the dtype {entry['dtype']!r}, which is none of {list(DTYPES)}."
             )
-        start = 8 + length + entry["data_offsets"][0]
-        stored[name] = Stored(path, np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start)
-    return stored
-
-
-def _mapped(stored: Stored, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file."""
-    nbytes = math.prod(stored.shape) * stored.dtype.itemsize
-    if not nbytes:
-        return np.empty(stored.shape, stored.dtype)
-    try:
-        raw = np.memmap(stored.file, np.uint8, "r", stored.start, (nbytes,))
-    except ValueError as error:
-        raise ValueError(
-            f"{stored.file} has become shorter since it was opened: {name!r} ends behind its end. "
-            "Copy it again."
-        ) from error
-    return np.asarray(raw).view(stored.dtype).reshape(stored.shape)
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        tensors[name] = data[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors

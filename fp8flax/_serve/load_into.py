@@ -115,7 +115,6 @@ def load_into(
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
     for path, fit in _fits(wanted, checkpoint, rename).items():
-        # One tensor is mapped at a time: a process may have fewer maps than a large model has tensors.
         array = _values(checkpoint[fit.name], leaves[path].dtype)
         array = array.swapaxes(-1, -2) if fit.is_swapped else array
         new = {path: array.reshape(leaves[path].shape), **fit.scales}

