@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.state.tree import path_names
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, ServedOp
+
+Rename = Mapping[str, str] | Callable[[str], str]
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -145,6 +147,41 @@ def weights_for_serving(
 
 
 # Names and layouts.
+
+
+def is_weight_name(name: str) -> bool:
+    """Returns whether a tensor of this name is a layer's ``weight``, as in PyTorch."""
+    return name.rpartition(".")[2] == "weight"
+
+
+def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
+    """Returns the new name of each name.
+
+    Raises:
+        TypeError: ``rename`` is neither a mapping nor a callable.
+        ValueError: a pattern matches no name, or a new name is empty or no string.
+    """
+    new = {name: rename(name) if callable(rename) else name for name in names}
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise TypeError(
+            "rename must be a dict of regular expressions and their replacements, or a callable that "
+            f"takes a name and returns one; got {rename!r}."
+        )
+    for pattern, replacement in rename.items() if isinstance(rename, Mapping) else ():
+        changed = {name: re.subn(pattern, replacement, old) for name, old in new.items()}
+        if not any(count for _, count in changed.values()):
+            raise ValueError(
+                f"rename has the pattern {pattern!r}, which matches none of {sorted(new.values())}. "
+                "Correct it, or leave it out."
+            )
+        new = {name: text for name, (text, _) in changed.items()}
+    for name, text in new.items():
+        if not (text and isinstance(text, str)):
+            raise ValueError(
+                f"rename must give each tensor a name; got {text!r} for {name!r}. To keep a name, return "
+                "it unchanged."
+            )
+    return new
 
 
 class Tensor(NamedTuple):

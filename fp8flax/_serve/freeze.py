@@ -8,7 +8,6 @@ from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve import linen
@@ -84,8 +83,6 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
             "model must be a model in training; it is frozen already. Pass the original model, or write "
             "the frozen one with save_safetensors."
         )
-    if hint := ambient_hint():
-        raise ValueError(f"A model cannot be frozen while FP8 is off.{hint}")
     wide: dict[str, str] = {}
     fresh: list[str] = []
     frozen = front.freeze(model, args, kwargs, weight_only, wide, fresh)

@@ -189,7 +189,7 @@ def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str,
         raise ValueError(
             f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
             "freeze(model, variables, x). If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted."
+            "fp8flax.quantize_model(model, include=…). Call freeze outside of autocast(enabled=False)."
         )
     params = _leaves(variables[PARAMS])
     sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
@@ -261,10 +261,8 @@ class RecordingCall(Call):
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
         before = self.recording.ops.setdefault(op.path, found)
-        if (before.kernel, before.args[1]) != (
-            found.kernel,
-            found.args[1],
-        ):  # one op multiplies by several kernels
+        first, second = ((one.kernel, one.args[1]) for one in (before, found))
+        if first != second:  # one op multiplies by several kernels
             both = [one.kernel for one in (before, found) if one.kernel is not None]
             kernel = Origin(tuple(source for each in both for source in each.sources), None)
             self.recording.ops[op.path] = found._replace(kernel=kernel)

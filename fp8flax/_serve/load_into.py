@@ -16,7 +16,7 @@ from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor
-from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
+from fp8flax._serve.export import Rename, is_weight_name, new_names_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path
 
 

@@ -139,8 +139,9 @@ def freeze(
     if not is_frozen(copy):
         raise ValueError(
             "There is nothing to freeze: no layer with an FP8 matmul of its own kernel ran with these "
-            "inputs. Convert the model by fp8flax.quantize_model(model, include=…). Something else reads "
-            f"or changes the kernels of {sorted(shared)}: give tied layers a copy of the kernel."
+            "inputs. Convert the model by quantize_model(model, include=…), and call freeze outside of "
+            "autocast(enabled=False). Something else reads or changes the kernels of "
+            f"{sorted(shared)}: give tied layers a copy of the kernel."
         )
     owners = {id(layer.op): path for path, layer in layers.items()}
     for keys, op in nnx.iter_graph(copy):

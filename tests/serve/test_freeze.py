@@ -681,7 +681,7 @@ class TestErrors:
         dense = trained(nn.Dense(4), self.x)
         serve, served = fp8.freeze(*dense)
         with fp8.autocast(enabled=False):
-            with pytest.raises(ValueError, match=r"FP8 is off here, by autocast\(enabled=False\)"):
+            with pytest.raises(ValueError, match="No FP8 op of Dense ran"):
                 fp8.freeze(*dense)
             with pytest.raises(ValueError, match="cannot turn FP8 off"):
                 serve.apply(served, self.x)
