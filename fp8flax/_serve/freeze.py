@@ -29,7 +29,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
     transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
     kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
-    kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots. A method
+    kernels, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and stacked
+    kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A method
     of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
     The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of

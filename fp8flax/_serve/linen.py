@@ -34,8 +34,9 @@ So if the traced program still needs a kernel after its dead code is removed, so
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,13 +56,12 @@ from fp8flax._core.quantize import saturated
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split, state_at
+from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     DAMAGED,
@@ -142,12 +142,14 @@ def freeze(
     for path, found in recording.ops.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
         own = delayed_scales(path, gemms, state, fresh)
-        reason = _why_wide(found, gemms, uses)
+        reason = _why_wide(found, gemms, uses, params)
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
-            (kernel,), origin, axes = found.kernel_paths, found.kernel, recording.axes.get(path, ())
+            (kernel,), origin = found.kernel_paths, found.kernel
             assert origin is not None
             parameter = params[kernel]
+            (stacked,) = _stacks(parameter.shape, origin.sources[0].shape)
+            axes = [axis - i for i, axis in enumerate(stacked)]  # of what the loops around it leave
             if any(scale.ndim != 1 + len(axes) for scale in own.values()):
                 raise ValueError(
                     f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
@@ -191,12 +193,6 @@ def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str,
             "freeze(model, variables, x). If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…). Call freeze outside of autocast(enabled=False)."
         )
-    params = _leaves(variables[PARAMS])
-    sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
-    if any(len(source.shape) < params[source.path].ndim for source in sources):  # in a loop
-        main = of_methods.get("__call__")
-        for args, kwargs in [main] if main is not None else of_methods.values():
-            eval_init(model, args, kwargs)
 
 
 class SeenOp(NamedTuple):
@@ -215,7 +211,9 @@ class SeenOp(NamedTuple):
         return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
 
-def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> str | None:
+def _why_wide(
+    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
+) -> str | None:
     """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
 
     The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
@@ -226,7 +224,17 @@ def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> s
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
-    return "something else reads it too" if uses[found.kernel_paths[0]] > 1 else None
+    (kernel,), source = found.kernel_paths, found.kernel.sources[0]
+    if uses[kernel] > 1:
+        return "something else reads it too"
+    is_clear = len(_stacks(params[kernel].shape, source.shape)) == 1
+    return None if is_clear else "its shape does not show along which axes loops stack it"
+
+
+def _stacks(whole: Sequence[int], part: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the axes along which loops may stack parts of this shape, for each possibility."""
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
 class Recording:
@@ -234,8 +242,6 @@ class Recording:
 
     def __init__(self) -> None:
         self.ops: dict[Path, SeenOp] = {}
-        self.axes: dict[Path, tuple[int, ...]] = {}
-        """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
         self.read: set[Path] = set()
         """The parameters that something else than an FP8 op reads."""
 
@@ -254,10 +260,6 @@ class RecordingCall(Call):
         if recipe is None or self.is_apart:
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
-        if self.is_init:
-            if kernel is not None and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
-                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * len(kernel.sources[0].shape))})
-            return compute(lhs, rhs, *rest, **keywords)
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
         before = self.recording.ops.setdefault(op.path, found)
@@ -269,11 +271,7 @@ class RecordingCall(Call):
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
-        for path in self._made:
-            axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
-            if axes is not None:
-                stacked = [axis for axis, size in enumerate(axes.shape) if size]
-                self.recording.axes[path] = tuple(axis - i for i, axis in enumerate(stacked))
+        """Records nothing: the rules have been checked when the model was converted."""
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
