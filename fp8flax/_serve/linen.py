@@ -132,14 +132,20 @@ def freeze(
         base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
-    recording = Recording()
-    make_call = partial(RecordingCall, recording)
-    _trace(convert(model, converted_class(base, rules, make_call)), recording, unboxed, calls)
+    seen: dict[Path, SeenOp] = {}
+    recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
+    read = _trace(recording, unboxed, calls)
+    if not seen:
+        raise ValueError(
+            f"No FP8 op of {base.__name__} ran. Pass inputs to trace the model with: "
+            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
+            "fp8flax.quantize_model(model, include=…). Call freeze outside of autocast(enabled=False)."
+        )
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
-    uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
-    uses.update(recording.read)
+    uses = Counter(path for op in seen.values() for path in op.kernel_paths)
+    uses.update(read)
     ops, codes, scales = list[ServedOp](), dict[Path, Any](), dict[Path, Any]()
-    for path, found in recording.ops.items():
+    for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
         own = delayed_scales(path, gemms, state, fresh)
         reason = _why_wide(found, gemms, uses, params)
@@ -174,25 +180,19 @@ def freeze(
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str, Any]) -> None:
-    """Traces calls of a model, with arguments by the names of methods, to fill a recording.
+def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
+    """Traces calls of a recording model, with arguments by the names of methods.
 
-    Raises:
-        ValueError: no FP8 op ran.
+    Returns the parameters that something else than an FP8 op reads.
     """
     shapes = jax.tree.map(as_struct, variables)  # without shardings
-    of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
     places = [path_names(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    for args, kwargs in of_methods.values():
-        needed = needed_inputs(trace_apply(model, shapes, args, kwargs))
-        read = [path for path, is_needed in zip(places, needed) if is_needed]
-        recording.read.update(path[1:] for path in read if path[0] == PARAMS)
-    if not recording.ops:
-        raise ValueError(
-            f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
-            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…). Call freeze outside of autocast(enabled=False)."
-        )
+    read: set[Path] = set()
+    for method, (args, kwargs) in calls.items():
+        program = trace_apply(model, shapes, args, {**kwargs, "method": method})
+        found = zip(places, needed_inputs(program))
+        read.update(path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS)
+    return read
 
 
 class SeenOp(NamedTuple):
@@ -237,21 +237,12 @@ def _stacks(whole: Sequence[int], part: Sequence[int]) -> list[tuple[int, ...]]:
     return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
-class Recording:
-    """What the traces of a model show."""
-
-    def __init__(self) -> None:
-        self.ops: dict[Path, SeenOp] = {}
-        self.read: set[Path] = set()
-        """The parameters that something else than an FP8 op reads."""
-
-
 class RecordingCall(Call):
     """A traced call of a model that is to be frozen."""
 
-    def __init__(self, recording: Recording, cls: Any, rules: Rules) -> None:
+    def __init__(self, seen: dict[Path, SeenOp], cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
-        self.recording = recording
+        self.seen = seen
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
@@ -262,12 +253,12 @@ class RecordingCall(Call):
         kernel = self.origin_of(rhs)
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
-        before = self.recording.ops.setdefault(op.path, found)
+        before = self.seen.setdefault(op.path, found)
         first, second = ((one.kernel, one.args[1]) for one in (before, found))
         if first != second:  # one op multiplies by several kernels
             both = [one.kernel for one in (before, found) if one.kernel is not None]
             kernel = Origin(tuple(source for each in both for source in each.sources), None)
-            self.recording.ops[op.path] = found._replace(kernel=kernel)
+            self.seen[op.path] = found._replace(kernel=kernel)
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
