@@ -139,7 +139,8 @@ def freeze(
         raise ValueError(
             f"No FP8 op of {base.__name__} ran. Pass inputs to trace the model with: "
             "freeze(model, variables, x). If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…). Call freeze outside of autocast(enabled=False)."
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
+            "Call freeze outside of autocast(enabled=False)."
         )
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     uses = Counter(path for op in seen.values() for path in op.kernel_paths)
