@@ -50,8 +50,8 @@ from fp8flax._model.report import ModelReport, report
 from fp8flax._serve.freeze import freeze
 from fp8flax._serve.checkpoints import read_checkpoint
 from fp8flax._serve.load_into import load_into
-from fp8flax._serve.safetensors import save_safetensors
-from fp8flax._serve.weights import weights_for_serving
+from fp8flax._serve.export import save_safetensors
+from fp8flax._serve.export import weights_for_serving
 
 # Audits: which GEMMs of a compiled program run in FP8.
 from fp8flax._audit import AuditReport, AuditedGemm, assert_fp8, audit, compile_only_devices

@@ -8,13 +8,9 @@ loops, branches and ``jax.checkpoint``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax._src.interpreters import partial_eval
-
-from fp8flax._compat.jaxprs import programs_in
 
 
 def needed_inputs(program: Any) -> list[bool]:
@@ -22,13 +18,3 @@ def needed_inputs(program: Any) -> list[bool]:
     jaxpr = program.jaxpr
     _, needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return list(needed)
-
-
-def needed_operands(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[bool]:
-    """Returns for each operand of a primitive whether a result depends on it.
-
-    Linen's transformations pass all parameters to their bodies, which may read only some of them.
-    """
-    if not programs_in(params):
-        return [True] * len(operands)
-    return needed_inputs(jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))(*operands))

@@ -36,11 +36,7 @@ Path = tuple[str, ...]
 
 CODES = "codes"
 """The leaf of an op of a frozen model that holds the codes of its kernel."""
-KERNEL_AXES = "kernel_axes"
-"""The leaf of an op that ``init`` makes for ``freeze``, to see along which axes loops stack its kernel.
-
-It has no elements: each of its dimensions has the size 0, and each dimension of a stack has not."""
-_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES, KERNEL_AXES))
+_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES))
 
 STATE = "_fp8_state"
 """The collection of the state of ops outside of loops, while the model runs."""
@@ -84,8 +80,7 @@ def split(variables: Mapping[str, Any]) -> dict[str, Any]:
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
         if path[0] in (PARAMS, STATE) and path[-1] in _LEAVES:
             *module, op, leaf = path[1:]
-            if leaf.swapcase() != KERNEL_AXES:
-                flat[OVERWRITE_WITH_GRADIENT, *module, op.swapcase(), leaf.swapcase()] = x
+            flat[OVERWRITE_WITH_GRADIENT, *module, op.swapcase(), leaf.swapcase()] = x
         elif path[0] != STATE:
             flat[path] = x
     found = dict(unflatten_dict(flat))

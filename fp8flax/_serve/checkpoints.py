@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,29 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.headers import INDEX, SINGLE, Stored, mapped, parsed, read_header
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""The names of the files in a folder: of the index of several files, or of a single file."""
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
 
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
@@ -39,9 +62,8 @@ class CheckpointTensor(NamedTuple):
     The arrays have the bits of the file. The codes are mapped from the file, and are read when they are
     used.
 
-    This is not the ``QTensor`` of the core, which cannot express what a file has: a scale in bfloat16,
-    blocks of any size, an input scale, and codes without the quantizer that made them. A ``QTensor`` also
-    lies on a device as a whole, and a file may be larger than the memory.
+    The ``QTensor`` of the core cannot express what a file has, such as a scale in bfloat16 or blocks of any
+    size. It also lies on a device as a whole, and a file may be larger than the memory.
     """
 
     codes: np.ndarray
@@ -63,52 +85,21 @@ class CheckpointTensor(NamedTuple):
 
         The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
         """
-        result = np.empty(self.shape, dtype)
-        if not self.shape:
-            one = self._replace(codes=self.codes.reshape(1), scale=self.scale.reshape(1), block=(1,))
-            return one.dequantize(dtype).reshape(())
+        all_codes, scale = np.atleast_1d(self.codes, self.scale)
+        result = np.empty(all_codes.shape, dtype)
         wide = np.float64 if result.dtype == np.float64 else np.float32
         step = max(1, _SLAB // max(1, math.prod(self.shape[1:])))
-        for start in range(0, self.shape[0], step):
-            codes = self.codes[start : start + step]
+        for start in range(0, len(result), step):
+            codes = all_codes[start : start + step]
             places = np.arange(start, start + len(codes)), *map(np.arange, self.shape[1:])
-            scale = self.scale[np.ix_(*(at // width for at, width in zip(places, self.block)))]
+            scales = scale[np.ix_(*(at // width for at, width in zip(places, self.block or (1,))))]
             with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                result[start : start + step] = (codes.astype(wide) * scale.astype(wide)).astype(dtype)
-        return result
+                result[start : start + step] = (codes.astype(wide) * scales.astype(wide)).astype(dtype)
+        return result.reshape(self.shape)
 
 
-class Checkpoint(Mapping[str, Any]):
-    """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
-
-    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
-        self._path = path
-        self._entries = entries
-        """For each name a ``Stored``, or a ``CheckpointTensor`` with ``Stored`` in the place of arrays."""
-
-    def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
-        entry = self._entries[name]
-        if isinstance(entry, Stored):
-            return mapped(entry, name)
-        input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
-        codes, scale = mapped(entry.codes, name), mapped(entry.scale, name)
-        return CheckpointTensor(codes, scale, entry.block, input_scale)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __repr__(self) -> str:
-        return f"<Checkpoint {str(self._path)!r} of {len(self)} tensors>"
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Reads the names of a safetensors checkpoint; each tensor is read when it is looked up.
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the tensors of a safetensors checkpoint by their names, mapped from the files.
 
     A weight in FP8 comes with its scales, as an object with these attributes:
 
@@ -119,8 +110,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
     The scales are not listed under names of their own. All other tensors are NumPy arrays. Arrays are
-    read-only and mapped from the file, so that an array costs no memory before it is used. The file must
-    not change while it is mapped.
+    read-only and mapped from the file, which must not change, so they cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
     DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
@@ -131,15 +121,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             of blocks.
 
     Returns:
-        A mapping from the names in the files to arrays and quantized tensors.
+        Arrays and quantized tensors by their names in the files.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
             weights; a scale has a shape that does not match its weight; or a folder has both a single file
-            and an index. The error names the file and the tensor. A lookup raises it if the file has become
-            shorter.
+            and an index. The error names the file or the folder, and the tensor.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -159,64 +148,50 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if not path.is_dir():
-        return Checkpoint(path, _entries(read_header(path), []))
-    blocks = _declared_blocks(*_quantization_config(path))
-    return Checkpoint(path, _entries(_read_folder(path), blocks))
+        return _entries(path, _read_file(path), [])
+    blocks = _declared_blocks(path / "config.json")
+    return _entries(path, _read_folder(path), blocks)
 
 
 # Folders of files.
 
 
-def _read_folder(folder: Path) -> dict[str, Stored]:
-    """Returns where the tensors of a folder are."""
+def _read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a folder."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
-        return read_header(single)
+        return _read_file(single)
     if single.is_file():
         raise ValueError(
             f"{folder} must have {SINGLE} or {INDEX}; it has both, and one of them may be from an older "
             f"save. Delete the older one, or pass the path of {SINGLE} itself."
         )
-    shard_of = parsed(index.read_bytes(), index).get("weight_map")
+    shard_of = _parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
-    files: dict[str, Stored] = {}
+    tensors: dict[str, np.ndarray] = {}
     there = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in dict.fromkeys(map(str, shard_of.values())):
         if shard not in there:
             raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
-        stored = read_header(folder / shard)
-        if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
+        found = _read_file(folder / shard)
+        if wrong := found.keys() ^ {name for name, other in shard_of.items() if other == shard}:
             raise ValueError(
                 f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
                 "Correct the index, or remove the tensor from the wrong file."
             )
-        files |= stored
-    return files
+        tensors |= found
+    return tensors
 
 
 # The description of the format.
 
 
-def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Returns the quantization config of a folder, and the file that has it."""
-    for name, keys in (
-        ("config.json", ("quantization_config", "compression_config")),
-        ("hf_quant_config.json", ("quantization",)),
-    ):
-        path = folder / name
-        if path.is_file():
-            whole = parsed(path.read_bytes(), path)
-            inner = whole.get("text_config")
-            for key in keys:
-                config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
-                if config is not None:
-                    return config, path
-    return {}, folder
-
-
-def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int]]:
-    """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
+def _declared_blocks(where: Path) -> list[tuple[int, int]]:
+    """Returns the sizes of blocks in a ``config.json``; raises if its format is not read."""
+    config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
+    if config is None:
+        return []
     try:
         method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
         groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
@@ -245,75 +220,78 @@ def _block_of(weights: dict[str, Any]) -> Any:
     return structure.split("x") if isinstance(structure, str) else structure
 
 
-def _entries(files: Mapping[str, Stored], declared: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Returns the entries of a checkpoint: each weight in FP8 together with its scales.
-
-    Args:
-        files: where the tensors are, by their names in the files.
-        declared: the sizes of blocks in the quantization config.
-    """
+def _entries(
+    where: Path, tensors: Mapping[str, np.ndarray], declared: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
     entries: dict[str, Any] = {}
     parts: set[str] = set()
     """The tensors that belong to the entry of another name."""
-    for key, stored in files.items():
+    for key, tensor in tensors.items():
         torchao = _TORCHAO.fullmatch(key)
-        if not torchao and stored.dtype not in _FLOAT8:
+        if not torchao and tensor.dtype not in _FLOAT8:
             continue
         layer, last = torchao.groups() if torchao else ("", "")
         name = f"{layer}{last}" if torchao else key
-        if wrong := [name + end for end in _BESIDE if name + end in files]:
+        if wrong := [name + end for end in _BESIDE if name + end in tensors]:
             raise ValueError(
-                f"{stored.file}: {name!r} has {wrong[0]!r} beside it. That format is not read, because "
-                "codes times scales are not its value."
+                f"{where}: {name!r} has {wrong[0]!r} beside it. That format is not read, because codes "
+                "times scales are not its value."
             )
         candidates = [f"{layer}_{last}_scale"] if torchao else [name + end for end in _SCALES]
-        scales = [candidate for candidate in candidates if candidate in files]
+        scales = [candidate for candidate in candidates if candidate in tensors]
         if len(scales) > 1:
-            raise ValueError(f"{stored.file}: {name!r} must have one tensor of scales; it has {scales}.")
+            raise ValueError(f"{where}: {name!r} must have one tensor of scales; it has {scales}.")
         if not scales:
             continue  # such as an embedding that was cast to FP8
-        if name in entries or (torchao and name in files):
-            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
+        if name in entries or (torchao and name in tensors):
+            raise ValueError(f"{where}: {name!r} is there twice, as one tensor and in parts.")
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
-        used = [*scales, *[one for one in inputs if one in files][:1]]
-        entries[name] = _quantized(name, declared, stored, *(files[one] for one in used))
+        used = [*scales, *[one for one in inputs if one in tensors][:1]]
+        entries[name] = _quantized(where, name, declared, tensor, *(tensors[one] for one in used))
         parts |= {key, *used} - {name}
-    for name, stored in files.items():
+    for name in tensors:
         if name not in parts and name not in entries and name.endswith(_PARTS):
             raise ValueError(
-                f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are "
-                "not read; dequantize them with the library that wrote them."
+                f"{where}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are not "
+                "read; dequantize them with the library that wrote them."
             )
-    in_order = {name: entries.get(name, files.get(name)) for name in [*files, *entries]}
+    in_order = {name: entries.get(name, tensors.get(name)) for name in [*tensors, *entries]}
     return {name: entry for name, entry in in_order.items() if name not in parts}
 
 
 def _quantized(
-    name: str, declared: Sequence[tuple[int, ...]], codes: Any, scale: Any, input_scale: Any = None
+    where: Path,
+    name: str,
+    declared: Sequence[tuple[int, ...]],
+    codes: np.ndarray,
+    scale: np.ndarray,
+    input_scale: np.ndarray | None = None,
 ) -> CheckpointTensor:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:
-        raise ValueError(f"{codes.file}: {name!r} must have codes in FP8; they are {codes.dtype}.")
-    dtype = _E8M0 if scale.dtype == np.uint8 else scale.dtype
-    if dtype != _E8M0 and dtype not in _WIDE:
+        raise ValueError(f"{where}: {name!r} must have codes in FP8; they are {codes.dtype}.")
+    is_bytes, given = scale.dtype == np.uint8, scale.shape
+    scale = scale.view(_E8M0) if is_bytes else scale  # a file of MXFP8 may hold the bytes of its scales
+    if scale.dtype != _E8M0 and scale.dtype not in _WIDE:
         raise ValueError(
-            f"{scale.file}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 "
-            "or E8M0."
+            f"{where}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 or "
+            "E8M0."
         )
-    found = _blocks(codes.shape, scale.shape, declared or ([_MX] if dtype == _E8M0 else []) + [_SQUARE])
+    defaults = [_MX, _SQUARE] if scale.dtype == _E8M0 else [_SQUARE]
+    found = _blocks(codes.shape, given, declared or defaults)
     block = found.pop() if len(found) == 1 else ()
     shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
-    # A file of MXFP8 may hold the bytes of its scales as uint8.
     is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
-    is_clear = len(block) == len(codes.shape) and math.prod(shape) == math.prod(scale.shape)
-    if not is_clear or (scale.dtype == np.uint8 and not is_mx):
+    is_clear = len(block) == len(codes.shape) and math.prod(shape) == scale.size
+    if not is_clear or (is_bytes and not is_mx):
         raise ValueError(
-            f"{scale.file}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
+            f"{where}: the scale of {name!r} has the shape {list(given)}, and the weight "
             f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return CheckpointTensor(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
+    return CheckpointTensor(codes, scale.reshape(shape), block, input_scale)
 
 
 def _blocks(
@@ -334,3 +312,55 @@ def _blocks(
         if scale == tuple(-(-n // b) for n, b in zip(shape, block)):
             found.add(block)
     return found
+
+
+# Single files.
+
+
+def _parsed(text: bytes, where: Path) -> dict[str, Any]:
+    """Returns a JSON object of a file."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):  # the library and Python would take the last of them
+            raise ValueError(f"it has a name twice: {[name for name, _ in pairs]}")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: its JSON cannot be read: {error}. Copy it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is damaged: its JSON must be an object; got {type(found).__name__}.")
+    return found
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped from it."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
+        ) from error
+    try:
+        with safetensors.safe_open(path, "np"):
+            pass  # the library checks the header
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file, or is damaged: {error}. Copy it again."
+        ) from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = _parsed(file.read(length), path)
+    data, tensors = np.asarray(np.memmap(path, np.uint8, "r")), {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(
+                f"{path}: {name!r} has the dtype {entry['dtype']!r}, which is none of {list(DTYPES)}."
+            )
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        tensors[name] = data[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors

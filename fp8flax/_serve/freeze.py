@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.options import check_bool, wrong_model
+from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve import linen
 from fp8flax._serve.stored_op import ServedOp
 
@@ -18,9 +17,9 @@ from fp8flax._serve.stored_op import ServedOp
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a model, and for Linen its variables, for serving: kernels in FP8, scales that do not change.
 
-    Each op computes, bit for bit, what it computes in ``model``. Under ``jax.jit``, XLA may fuse the code
-    between the ops differently and round differently in the last bit. Delayed scales become those that the
-    next step would use. Recipes without state continue to scale inputs from the current data.
+    Each op computes, bit for bit, what it computes in ``model``. (Under ``jax.jit``, XLA may fuse the code
+    between the ops differently.) Delayed scales become those that the next step would use. Recipes without
+    state continue to scale inputs from the current data.
 
     Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
     the name of the op. In Linen these are ``params/Dense_0/kernel`` and
@@ -30,24 +29,23 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
     transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
     kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
-    kernels, an embedding that is tied to the logits, and kernels of convolutions and ragged dots.
+    kernels, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and stacked
+    kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A method
+    of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
-    The frozen model can be differentiated with respect to its inputs and its wide parameters, in forward
-    and reverse mode, any number of times. Its derivative is that of a model with the dequantized kernels,
-    and quantizing an input passes the derivative on unchanged. Differentiation with respect to FP8 kernels
-    and to scales raises ``TypeError``.
+    The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
+    times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
+    Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
 
-    A Linen model's ``init`` returns a fresh KV cache, which decoding loops read as ``init(rng,
-    tokens)["cache"]``, and random parameters in the shapes and dtypes of those returned here. Call it under
-    ``jax.eval_shape`` for a target to restore a checkpoint into. For NNX, call ``freeze`` under
-    ``nnx.eval_shape``.
+    A frozen Linen model's ``init`` returns a fresh KV cache, and random parameters in the shapes and dtypes
+    of those returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into. For
+    NNX, call ``freeze`` under ``nnx.eval_shape``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
-            to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. Without inputs,
-            a Linen model that comes from ``quantize_model`` is traced with the shapes of the last call of
-            each of its methods, ``init`` included.
+            to trace the model with, arrays or ``jax.ShapeDtypeStruct``. Without inputs, a Linen model that
+            comes from ``quantize_model`` is traced with the shapes of the last call of each method.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
         **kwargs: keyword inputs of the model.
@@ -77,15 +75,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         >>> bool((serve_model.apply(serve_variables, x) == model8.apply(variables, x)).all())
         True
 
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
-        >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x])
-        >>> frozen = fp8.freeze(layer, x)
-        >>> frozen.kernel.get_value().dtype.name, bool((frozen(x) == layer(x)).all())
-        ('float8_e4m3fn', True)
-
-    Source: for the names of the scales, the FP8 checkpoints of inference servers; see ``save_safetensors``.
+    For NNX, see ``fp8flax.nnx.Frozen``.
     """
     front = _front_of(model)
     check_bool("weight_only", weight_only)
@@ -94,8 +84,6 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
             "model must be a model in training; it is frozen already. Pass the original model, or write "
             "the frozen one with save_safetensors."
         )
-    if hint := ambient_hint():
-        raise ValueError(f"A model cannot be frozen while FP8 is off.{hint}")
     wide: dict[str, str] = {}
     fresh: list[str] = []
     frozen = front.freeze(model, args, kwargs, weight_only, wide, fresh)
@@ -114,12 +102,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
     """Returns the ops of a frozen model, and its variables in collections, as Linen has them.
 
-    Args:
-        model: the frozen model, of Linen or NNX.
-        variables: the variables of a Linen model.
-
     Raises:
-        TypeError: ``model`` is not frozen, or ``variables`` is not a mapping.
+        TypeError: ``model`` is not frozen, or the variables of a Linen model are not a mapping.
     """
     found: tuple[list[ServedOp], dict[str, Any]] = _front_of(model).described(model, variables)
     return found
@@ -129,15 +113,6 @@ def _front_of(model: Any) -> Any:
     """Returns our module for the API of a model: ``linen``, or ``fp8flax.nnx.freezing``."""
     if isinstance(model, nn.Module):
         return linen
-    front = nnx_front(model)
-    if front is None:
+    if not is_nnx(model):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
-    return front
-
-
-def nnx_front(model: Any) -> Any:
-    """Returns ``fp8flax.nnx.freezing`` for an NNX model; None for anything else."""
-    nnx = sys.modules.get("flax.nnx")  # the package does not import NNX until there is an NNX model
-    if nnx is None or not isinstance(model, nnx.Module):
-        return None
     return importlib.import_module("fp8flax.nnx.freezing")

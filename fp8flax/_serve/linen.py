@@ -6,7 +6,7 @@ The two sides of a frozen model, with the dtype of each array::
     ------------------------                      --------------------------
     params/                                       params/
       Dense_0/                                      Dense_0/
-        kernel               e4m3  ---------+-----    kernel            float32, its values are not used
+        kernel               e4m3  ---------+-----    kernel            float32, all Inf
         bias                 float32        |         bias              float32
         Fp8DotGeneralOp_0/                  |     _fp8_served/
           kernel_scale       float32  ---+  |       Dense_0/
@@ -17,7 +17,8 @@ The two sides of a frozen model, with the dtype of each array::
 
 For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
 the source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
-model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. (An op
+model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
+does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
 codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
 that collection as they do the parameters.
@@ -33,8 +34,9 @@ So if the traced program still needs a kernel after its dead code is removed, so
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,7 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.dead_code import needed_operands
+from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.row import OpRow
@@ -54,13 +56,12 @@ from fp8flax._core.quantize import saturated
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
-from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
+from fp8flax._model.param_origin import Origin
 from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_places import CODES, KERNEL_AXES, STATE, merged, split, state_at
+from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     DAMAGED,
@@ -131,22 +132,31 @@ def freeze(
         base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
-    recording = Recording()
-    make_call = partial(RecordingCall, recording)
-    _trace(convert(model, converted_class(base, rules, make_call)), recording, unboxed, calls)
+    seen: dict[Path, SeenOp] = {}
+    recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
+    read = _trace(recording, unboxed, calls)
+    if not seen:
+        raise ValueError(
+            f"No FP8 op of {base.__name__} ran. Pass inputs to trace the model with: "
+            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
+            "Call freeze outside of autocast(enabled=False)."
+        )
     params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
-    uses = Counter(path for op in recording.ops.values() for path in op.kernel_paths)
-    uses.update(recording.read)
+    uses = Counter(path for op in seen.values() for path in op.kernel_paths)
+    uses.update(read)
     ops, codes, scales = list[ServedOp](), dict[Path, Any](), dict[Path, Any]()
-    for path, found in recording.ops.items():
+    for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
         own = delayed_scales(path, gemms, state, fresh)
-        reason = _why_wide(found, gemms, uses)
+        reason = _why_wide(found, gemms, uses, params)
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
-            (kernel,), origin, axes = found.kernel_paths, found.kernel, recording.axes.get(path, ())
+            (kernel,), origin = found.kernel_paths, found.kernel
             assert origin is not None
             parameter = params[kernel]
+            (stacked,) = _stacks(parameter.shape, origin.sources[0].shape)
+            axes = [axis - i for i, axis in enumerate(stacked)]  # of what the loops around it leave
             if any(scale.ndim != 1 + len(axes) for scale in own.values()):
                 raise ValueError(
                     f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
@@ -171,28 +181,19 @@ def freeze(
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
 
 
-def _trace(model: Any, recording: Recording, variables: Any, calls: Mapping[str, Any]) -> None:
-    """Traces calls of a model, with arguments by the names of methods, to fill a recording.
+def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
+    """Traces calls of a recording model, with arguments by the names of methods.
 
-    Raises:
-        ValueError: no FP8 op ran.
+    Returns the parameters that something else than an FP8 op reads.
     """
     shapes = jax.tree.map(as_struct, variables)  # without shardings
-    of_methods = {name: (args, {**kwargs, "method": name}) for name, (args, kwargs) in calls.items()}
-    for args, kwargs in of_methods.values():
-        trace_apply(model, shapes, args, kwargs)
-    if not recording.ops:
-        raise ValueError(
-            f"No FP8 op of {model._fp8_base.__name__} ran. Pass inputs to trace the model with: "
-            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted."
-        )
-    params = _leaves(variables[PARAMS])
-    sources = [source for op in recording.ops.values() if op.kernel for source in op.kernel.sources]
-    if any(len(source.shape) < params[source.path].ndim for source in sources):  # in a loop
-        main = of_methods.get("__call__")
-        for args, kwargs in [main] if main is not None else of_methods.values():
-            eval_init(model, args, kwargs)
+    places = [path_names(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    read: set[Path] = set()
+    for method, (args, kwargs) in calls.items():
+        program = trace_apply(model, shapes, args, {**kwargs, "method": method})
+        found = zip(places, needed_inputs(program))
+        read.update(path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS)
+    return read
 
 
 class SeenOp(NamedTuple):
@@ -210,16 +211,10 @@ class SeenOp(NamedTuple):
         """The paths of the parameters that the kernel is made of."""
         return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
-    @property
-    def steps(self) -> Any:
-        """What the op does to a parameter before the matmul."""
-        if self.kernel is None or self.kernel.moves is None:
-            return None
-        moves = [move[:3] for move in self.kernel.moves if move.primitive.name != CAST]
-        return self.kernel.sources, self.kernel.is_moved, moves, self.args[1].dtype
 
-
-def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> str | None:
+def _why_wide(
+    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
+) -> str | None:
     """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
 
     The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
@@ -230,90 +225,48 @@ def _why_wide(found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int]) -> s
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
-    return "something else reads it too" if uses[found.kernel_paths[0]] > 1 else None
+    (kernel,), source = found.kernel_paths, found.kernel.sources[0]
+    if uses[kernel] > 1:
+        return "something else reads it too"
+    is_clear = len(_stacks(params[kernel].shape, source.shape)) == 1
+    return None if is_clear else "its shape does not show along which axes loops stack it"
 
 
-class Recording:
-    """What the traces of a model show."""
-
-    def __init__(self) -> None:
-        self.ops: dict[Path, SeenOp] = {}
-        self.axes: dict[Path, tuple[int, ...]] = {}
-        """By the path of an op: the axes by which loops stack its kernel, the outermost first."""
-        self.read: set[Path] = set()
-        """The parameters that something else than an FP8 op reads."""
+def _stacks(whole: Sequence[int], part: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the axes along which loops may stack parts of this shape, for each possibility."""
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
 class RecordingCall(Call):
     """A traced call of a model that is to be frozen."""
 
-    def __init__(self, recording: Recording, cls: Any, rules: Rules) -> None:
+    def __init__(self, seen: dict[Path, SeenOp], cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
-        self.recording = recording
-        self.origins = self.reads = Reads()
+        self.seen = seen
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
         if recipe is None or self.is_apart:
-            self.reads.use((lhs, rhs, *rest))
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
-        if self.is_init:
-            if kernel is not None and not self._roots_of(op.path)[0][0].is_mutable_collection(STATE):
-                self._put(op, {KERNEL_AXES: jnp.zeros((0,) * len(kernel.sources[0].shape))})
-            return compute(lhs, rhs, *rest, **keywords)
-        self.reads.use((lhs, *rest))
         # The record outlives the call, so it must not hold arrays.
         found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
-        before = self.recording.ops.setdefault(op.path, found)
-        if before.steps != found.steps:  # one op multiplies by several kernels
+        before = self.seen.setdefault(op.path, found)
+        first, second = ((one.kernel, one.args[1]) for one in (before, found))
+        if first != second:  # one op multiplies by several kernels
             both = [one.kernel for one in (before, found) if one.kernel is not None]
             kernel = Origin(tuple(source for each in both for source in each.sources), None)
-            self.recording.ops[op.path] = found._replace(kernel=kernel)
+            self.seen[op.path] = found._replace(kernel=kernel)
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
-        if not self.is_init:
-            self.reads.use(jax.tree.leaves(result))
-            self.recording.read |= self.reads.read
-        for path in self._made:
-            axes = state_at(self._outer, path).get(KERNEL_AXES.swapcase())
-            if axes is not None:
-                stacked = [axis for axis, size in enumerate(axes.shape) if size]
-                self.recording.axes[path] = tuple(axis - i for i, axis in enumerate(stacked))
-
-
-class Reads(ParamOrigins):
-    """Also finds the parameters that something else than an FP8 op reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: set[Path] = set()
-
-    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        super().follow(primitive, operands, params, results)
-        made_of = [x for x in operands if self.of(x) is not None]
-        if made_of and not (primitive.name in MOVEMENTS and len(made_of) == len(operands)):
-            needed = needed_operands(primitive, params, operands)
-            self.use(x for x, is_needed in zip(operands, needed) if is_needed)
-
-    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        super().call(operands, results)
-        self.use(operands)
-
-    def use(self, values: Iterable[Any]) -> None:
-        """Records that something else than an FP8 op reads values."""
-        for origin in map(self.of, values):
-            self.read.update(() if origin is None else (source.path for source in origin.sources))
+        """Records nothing: the rules have been checked when the model was converted."""
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
-
-
-def _is_box(x: Any) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata)
 
 
 def _leaves(tree: Any) -> dict[Path, Any]:
@@ -325,20 +278,10 @@ def _leaves(tree: Any) -> dict[Path, Any]:
 def _replaced(
     params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
 ) -> Any:
-    """Returns parameters after changes.
-
-    Args:
-        params: the parameters, with boxes or without.
-        new: arrays that replace others, in the boxes that are there.
-        more: arrays at new places.
-        less: places of arrays that are left out.
-    """
-
-    def replace(keys: Any, leaf: Any) -> Any:
-        array = new.get(path_names(keys), leaf)
-        return leaf.replace_boxed(array) if _is_box(leaf) and array is not leaf else array
-
-    params = jax.tree_util.tree_map_with_path(replace, params, is_leaf=_is_box)
+    """Returns parameters with ``new`` arrays in their boxes, with ``more`` arrays, and without ``less``."""
+    unboxed = nn.meta.unbox(params)
+    arrays = jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), unboxed)
+    params = nn.meta.replace_boxed(params, arrays)
     flat = {**flax.traverse_util.flatten_dict(params, keep_empty_nodes=True), **more}
     return flax.traverse_util.unflatten_dict({path: x for path, x in flat.items() if path not in less})
 
@@ -352,7 +295,6 @@ class ServingCall(Call):
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._ops = {op.path: op for op in serving.ops}
-        self.origins = self.reads = Reads()
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram for the left side."""
@@ -362,7 +304,7 @@ class ServingCall(Call):
         for op in self._ops.values():
             if op.kernel is not None and op.kernel in given:  # ``init`` may not have made it yet
                 codes = served[*op.path, CODES] = given[op.kernel]
-                wide[op.kernel] = codes.astype(op.dtype)
+                wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
             places = [(*op.path, name) for name, *_ in op.scales]
             scales.update({place: given[place] for place in places if place in given})
         params = _replaced(params, wide, {}, scales)
@@ -386,14 +328,7 @@ class ServingCall(Call):
         return {PARAMS: _replaced(params, codes, scales)}
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
-        self.reads.use(jax.tree.leaves(result))
-        stored = {op.kernel for op in self._ops.values() if op.kernel is not None}
-        if read := sorted(stored & self.reads.read):
-            raise ValueError(
-                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
-                "op. These parameters are stored in FP8, because this did not happen when the model was "
-                "frozen. Freeze the model after a call of this method, or call the model that was frozen."
-            )
+        """Records nothing: the rules have been checked when the model was converted."""
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
@@ -404,7 +339,6 @@ class ServingCall(Call):
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
-        self.reads.use((lhs, *rest))
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):

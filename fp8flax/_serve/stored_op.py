@@ -7,15 +7,12 @@ depends on how the core represents a stored kernel and its scale is in this file
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
@@ -71,14 +68,10 @@ class ServedOp(NamedTuple):
 def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
     """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
 
-    Args:
-        path: the path of the op.
-        gemms: the recipe of the op.
-        state: the arrays of the scaling state by their paths.
-        fresh: a list; the names of scales that have seen no data are appended to it.
+    The names of scales that have seen no data are appended to ``fresh``.
 
     Raises:
-        MissingStateError: the state does not have a scale.
+        MissingStateError: the state, whose arrays have their paths as keys, does not have a scale.
     """
     scales = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
@@ -126,7 +119,7 @@ def stored(
         row: the entry of this kind of op in the table of ops.
         gemms: the recipe of the op in the frozen model.
         args: the arguments of the op, with shapes instead of arrays.
-        kernel: the parameter that is the kernel, a wide float.
+        kernel: the parameter that is the kernel.
         scales: the delayed scales.
         axes: the axes by which layers are stacked in the kernel and in the results, the outermost first.
         into_op: makes the operand of the op from the parameter of one layer.
@@ -196,19 +189,9 @@ def computed(
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
-    """Returns the result of an op with a plan whose kernel is stored.
-
-    Args:
-        row: the entry of this kind of op in the table of ops.
-        gemms: the recipe of the op in the frozen model.
-        codes: the codes of the kernel.
-        scales: the scales of the op.
-        lhs: the input.
-        *arguments: the arguments of the op after input and kernel.
-        **keywords: further arguments of the op.
-    """
+    """Returns the result of an op with a plan for the codes of its kernel and its scales."""
     scale, input_scale = constant(scales[KERNEL_SCALE]), scales.get(INPUT_SCALE)
-    # ``_quantized`` gives a scalar scale the shape (1,).
+    # ``stored`` gives a scalar scale the shape (1,).
     kernel = QTensor(
         constant(codes), scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs
     )
@@ -230,81 +213,3 @@ def check_is_on(recipe: Recipe | None) -> None:
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-
-
-# Files.
-
-
-def as_matrix(kernel: Any, layout: Layout) -> Any:
-    """Returns a kernel, or an array with its dimensions, as ``(..., out, in)`` after stacked dimensions."""
-    stacked = kernel.ndim - len(layout.out) - len(layout.summed)
-    ordered = kernel.transpose(*range(stacked), *(stacked + i for i in (*layout.out, *layout.summed)))
-    return merged(ordered, stacked, len(layout.out), len(layout.summed))
-
-
-def merged(x: Any, num_kept: int, *num_merged: int) -> Any:
-    """Returns an array with its first dimensions, and each of the groups that follow as one dimension."""
-    ends = [*itertools.accumulate(num_merged, initial=num_kept)]
-    shape = (*x.shape[:num_kept], *(math.prod(x.shape[a:b]) for a, b in itertools.pairwise(ends)))
-    spec = jax.typeof(x).sharding.spec  # on explicit axes of a mesh
-    kept = [s if i < num_kept or i in ends else None for i, s in enumerate(spec)]
-    if kept != list(spec):  # JAX merges no sharded dimension into the one before
-        x = jax.sharding.reshard(x, PartitionSpec(*kept))
-    return x.reshape(shape)
-
-
-def scale_in_file(op: ServedOp, name: str, scale: Any) -> tuple[str, Any]:
-    """Returns the end of the name of a scale in a file, and the scale as it is there."""
-    quantizer, layout = op.gemms.forward.rhs, op.layout
-    assert quantizer is not None
-    assert layout is not None
-    if name == INPUT_SCALE:
-        return name, scale
-    if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
-        scale = scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
-    elif quantizer.strategy == "channel" and len(layout.out) + len(layout.summed) > 1:
-        scale = as_matrix(scale, layout)
-    return "weight_scale_inv" if quantizer.strategy == "block" else "weight_scale", scale
-
-
-_SQUARE, _MX = (128, 128), (1, 32)
-
-
-def scale_of_file(
-    weight: tuple[int, ...],
-    scale: np.ndarray,
-    block: Sequence[int],
-    kernel: tuple[int, ...],
-    num_summed: int,
-    like: Any,
-) -> np.ndarray | None:
-    """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
-
-    The shape of the frozen scale shows which kinds of scale it can be. All must give the same values.
-
-    Args:
-        weight: the shape of the weight in the file, ``(..., out, in)``.
-        scale: its scales, one per block, with as many dimensions.
-        block: the size of a block in each dimension of the weight.
-        kernel: the shape of the frozen kernel: stacked dimensions, summed dimensions, output dimensions.
-        num_summed: how many of its dimensions are summed over.
-        like: the scale of the frozen model, with a shape and a dtype.
-    """
-    *stack, out, width = weight
-    rows, columns = _MX if like.dtype.itemsize == 1 else _SQUARE
-    sizes, found = [max(1, n) for n in (out, width)], list[np.ndarray]()
-    # The frozen model has one scale for the tensor, for each output feature, or for each block.
-    for shape, kind in (
-        ((*stack, 1), (out, width)),
-        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, width)),
-        ((*stack, 1, -(-out // rows), -(-width // columns)), (rows, columns)),
-    ):
-        if shape == tuple(like.shape):
-            wanted, given = ([*map(min, sizes, each)] for each in (kind, block[-2:]))
-            if given not in (wanted, sizes):  # one scale per tensor serves all kinds
-                return None
-            counts = (-(-n // size) for n, size in zip(sizes, wanted))
-            found.append(np.broadcast_to(scale, (*stack, *counts)).reshape(shape))
-    can_hold = like.dtype in (scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    is_clear = can_hold and len({each.tobytes() for each in found}) == 1
-    return found[0].astype(like.dtype) if is_clear else None

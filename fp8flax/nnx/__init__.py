@@ -32,8 +32,8 @@ from fp8flax._model.report import report as report
 from fp8flax._train.calibrate import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen
 from fp8flax._serve.freeze import freeze as freeze
-from fp8flax._serve.safetensors import save_safetensors as save_safetensors
-from fp8flax._serve.weights import weights_for_serving as weights_for_serving
+from fp8flax._serve.export import save_safetensors as save_safetensors
+from fp8flax._serve.export import weights_for_serving as weights_for_serving
 
 __all__ = [
     "Fp8ConvGeneralDilatedOp",

@@ -139,8 +139,9 @@ def freeze(
     if not is_frozen(copy):
         raise ValueError(
             "There is nothing to freeze: no layer with an FP8 matmul of its own kernel ran with these "
-            "inputs. Convert the model by fp8flax.quantize_model(model, include=…). Something else reads "
-            f"or changes the kernels of {sorted(shared)}: give tied layers a copy of the kernel."
+            "inputs. Convert the model by quantize_model(model, include=…), and call freeze outside of "
+            "autocast(enabled=False). Something else reads or changes the kernels of "
+            f"{sorted(shared)}: give tied layers a copy of the kernel."
         )
     owners = {id(layer.op): path for path, layer in layers.items()}
     for keys, op in nnx.iter_graph(copy):
@@ -195,12 +196,6 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
     """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
     if hasattr(module, "promote_dtype"):
         module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
-
-
-def updated(model: nnx.Module, load: Callable[[Any], Any]) -> nnx.Module:
-    """Returns a model after its variables, but for random number generators, got the values of ``load``."""
-    nnx.update(model, load(nnx.state(model, nnx.Not(nnx.RngState))))
-    return model
 
 
 # Which kernels nothing but their op reads.

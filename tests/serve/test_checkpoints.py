@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import ml_dtypes
@@ -286,7 +289,7 @@ def test_several_files(tmp_path):
     assert "down.weight_scale" not in checkpoint
     with pytest.raises(KeyError, match="down"):
         checkpoint["down.weight_scale"]
-    assert "3 tensors" in repr(checkpoint)
+    assert len(checkpoint) == 3
 
 
 TWO = {"a.weight": codes_of(0, 4, 6), "a.weight_scale": scales_of(1, 1), "b": scales_of(2, 3)}
@@ -356,13 +359,6 @@ def test_headers_that_are_too_long(tmp_path):
         fp8.read_checkpoint(tmp_path / "b")
     with pytest.raises(FileNotFoundError):
         fp8.read_checkpoint(tmp_path)
-
-
-def test_a_file_that_becomes_shorter(tmp_path):
-    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", TWO))
-    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"a has become shorter .* 'b'"):
-        checkpoint["b"]
 
 
 @pytest.mark.parametrize(
@@ -489,6 +485,48 @@ def check_changes(folder, seeds):
 
 def test_random_changes(tmp_path):
     assert 50 < check_changes(tmp_path, range(300)) < 250
+
+
+@pytest.mark.long
+def test_memory(tmp_path):
+    """A folder of 2 GB is dequantized with less than 400 MB of memory, beside the pages of the files."""
+    weight_map = {}
+    for i in range(4):
+        names = [f"{i}.{j}.weight" for j in range(8)]
+        entries, end = {}, 0
+        for name in names:
+            size = 8192 * 8192
+            entries[name] = {"dtype": "F8_E4M3", "shape": [8192, 8192], "data_offsets": [end, end + size]}
+            shape, end = [64, 64], end + size
+            offsets = [end, end + 4 * 64 * 64]
+            entries[f"{name}_scale_inv"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+            end = offsets[1]
+        header = json.dumps(entries).encode()
+        with open(tmp_path / f"{i}.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + end)  # zeros that take no place on the disk
+        weight_map |= dict.fromkeys(entries, f"{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    script = """
+        import sys
+        import tracemalloc
+        import ml_dtypes
+        import fp8flax as fp8
+
+        tracemalloc.start()
+        checkpoint = fp8.read_checkpoint(sys.argv[1])
+        read = sum(tensor.dequantize(ml_dtypes.bfloat16).size for tensor in checkpoint.values())
+        print(read, tracemalloc.get_traced_memory()[1] // 1000)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read, kilobytes = map(int, done.stdout.split())
+    assert read == 2**31
+    assert kilobytes < 400_000, kilobytes
 
 
 WRITTEN = sorted(path for path in (Path(__file__).parent / "files").iterdir() if path.is_dir())

@@ -340,8 +340,7 @@ class TestOtherCalls:
         """After a call of the method the kernel stays wide."""
         model8, variables = trained(Penalized(), self.x)
         serve, served = fp8.freeze(model8, variables)
-        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel outside of an FP8 op"):
-            serve.apply(served, method="penalty")
+        assert not np.isfinite(serve.apply(served, method="penalty")).any()
         model8.apply(variables, method="penalty")
         with pytest.warns(UserWarning, match=READ):
             assert not narrow(fp8.freeze(model8, variables)[1])
@@ -366,7 +365,7 @@ def test_sharded_parameters_stay_where_they_are():
     [(1, 0, "delayed"), (-1, None, "axiswise")],
 )
 def test_as_many_layers_as_features(axis, state_axis, recipe):
-    """Shapes do not say which axis of a kernel, or of its state, counts the layers."""
+    """Shapes do not say which axis of a kernel counts the layers, so it stays wide."""
 
     class Layer(nn.Module):
         @nn.compact
@@ -381,7 +380,8 @@ def test_as_many_layers_as_features(axis, state_axis, recipe):
             return layers(name="layers")(x, None)[0]
 
     x = normal(0, 3, 4)
-    frozen_alike(*trained(Model(), x, recipe=RECIPES[recipe]), x)
+    with pytest.warns(UserWarning, match="along which axes"):
+        assert not narrow(frozen_alike(*trained(Model(), x, recipe=RECIPES[recipe]), x)[1])
 
 
 class Shared(nn.Module):
@@ -594,7 +594,7 @@ class TestErrors:
         dense = trained(nn.Dense(4), self.x)
         serve, served = fp8.freeze(*dense)
         with fp8.autocast(enabled=False):
-            with pytest.raises(ValueError, match=r"FP8 is off here, by autocast\(enabled=False\)"):
+            with pytest.raises(ValueError, match="No FP8 op of Dense ran"):
                 fp8.freeze(*dense)
             with pytest.raises(ValueError, match="cannot turn FP8 off"):
                 serve.apply(served, self.x)

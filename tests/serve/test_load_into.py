@@ -211,10 +211,6 @@ def test_fused_experts_in_both_orders(tmp_path):
     for kernel, expected in (((3, 6, 4), values), ((3, 4, 6), values.swapaxes(1, 2))):
         loaded = fp8.load_into({"experts": {"up": jnp.zeros(kernel)}}, checkpoint)
         np.testing.assert_array_equal(loaded["experts"]["up"], expected)
-    frozen = {"experts": {"up": jnp.zeros((3, 6, 4), E4M3), "op": {"kernel_scale": jnp.zeros((3, 1, 4))}}}
-    loaded = fp8.load_into(frozen, checkpoint)["experts"]
-    np.testing.assert_array_equal(loaded["up"], EXPERTS["experts.up"])
-    np.testing.assert_array_equal(loaded["op"]["kernel_scale"], EXPERTS["experts.up_scale"])
     square = {"up": codes_of(0, 3, 4, 4), "up_scale": scales_of(1, 3, 1, 4)}
     with pytest.raises(ValueError, match=r"does not show whether it is \(\.\.\., out, in\)"):
         fp8.load_into({"params": {"up": jnp.zeros((3, 4, 4))}}, read(tmp_path, square))
@@ -342,17 +338,6 @@ def test_wrong_arguments(tmp_path):
     both = {"params": {"a": jnp.zeros(200), "b": jnp.zeros(200)}}
     with pytest.raises(ValueError, match=r"up\.bias is for both params/a and params/b"):
         fp8.load_into(both, {"up.bias": checkpoint["up.bias"]}, rename=lambda name: "up.bias")
-
-
-def test_64_bit_variables_are_not_narrowed():
-    tensor = np.array([2**40, 3])
-    variables = {"params": {"a": jax.ShapeDtypeStruct((2,), np.int64)}}
-    with pytest.raises(ValueError, match="params/a is int64, .* Enable jax_enable_x64"):
-        fp8.load_into(variables, {"a": tensor})
-    with jax.enable_x64(True):
-        loaded = fp8.load_into(variables, {"a": tensor})["params"]["a"]
-    assert loaded.dtype == np.int64
-    np.testing.assert_array_equal(loaded, tensor)
 
 
 class Adapted(nnx.Module):

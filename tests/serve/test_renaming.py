@@ -90,8 +90,6 @@ def test_patterns_one_after_another(save, tmp_path):
         (lambda name: None, ValueError, "None for 'embed.embedding'"),
         ({"^gate.bias$": ""}, ValueError, "'' for 'gate.bias'"),
         ({r"layers_\d": "layer"}, ValueError, r"would both be 'layer\.\w+'"),
-        ({"weight_scale": "scale"}, ValueError, "'layers_0.weight_scale' to 'layers_0.scale'"),
-        ({r"0.weight$": "2.weight"}, ValueError, "looks for"),
         ({r"wide.kernel": "wide.weight"}, ValueError, "makes a weight of params/wide/kernel"),
     ],
 )
