@@ -281,12 +281,12 @@ EVEN, ODD = (256, 128, 384), (33, 70, 45)
 WIDE = "the same values, multiplied in"
 MULTIPLIED = {
     # The backend of all three GEMMs; "" if it is not fixed. The reason if they are not in FP8.
-    ("a100", "delayed"): (RECIPES["delayed"], EVEN, "", "A100-SXM4-80GB has no FP8 units"),
     ("h200", "128 blocks"): (RECIPES["block128"], EVEN, "Pallas", ""),
     ("h200", "MX"): (RECIPES["mxfp8"], ODD, "Triton", f"{WIDE} bfloat16"),
     ("b200", "128 blocks"): (RECIPES["block128"], ODD, "cuDNN", ""),
 }
 LONG = {
+    ("a100", "delayed"): (RECIPES["delayed"], EVEN, "", "A100-SXM4-80GB has no FP8 units"),
     ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
     ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
 }

@@ -80,6 +80,7 @@ def test_inside_of_shard_map():
     assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == 3 * [("cublasLt", True)]
 
 
+@pytest.mark.long
 def test_explicit_axes():
     devices = np.array(fp8.compile_only_devices("h200", 16))
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
@@ -177,6 +178,7 @@ def test_one_row_for_each_gpu():
     fp8.audit(lambda *args: op.apply({}, *args, MATMUL), *args, target=mesh)
 
 
+@pytest.mark.long
 def test_fewer_blocks_than_gpus():
     """The kernel has two blocks of rows for four GPUs, so XLA must not split its scales.
 

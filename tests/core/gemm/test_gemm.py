@@ -76,7 +76,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
         assert error_of_product(ours, wanted, *factors) <= 1e-6
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
+@pytest.mark.parametrize("axes", [(0, None), pytest.param((None, 0), marks=pytest.mark.long)], ids=str)
 def test_block_scaled_gemms_under_vmap(axes, monkeypatch):
     """The kernels take a batch as more matrices, or more rows of one of the operands; never a loop."""
     rng = np.random.default_rng(0)
@@ -227,6 +227,7 @@ def test_scales_that_are_constants(x, w, amax):
     np.testing.assert_allclose(out, np.full((4, 8), 32 * x * w), rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.optimized
 def test_magnitudes_in_the_branch_for_gpus(monkeypatch):
     """Run here: our kernel for blocks that quantizes, interpreted, and the one that multiplies in JAX."""
