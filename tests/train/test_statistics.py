@@ -214,6 +214,7 @@ def test_of_a_batch_by_vmap():
         np.testing.assert_allclose(found["input"][field], value, rtol=1e-5, err_msg=field)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_out_of_loops_of_rematerialized_blocks():
     """The numbers are those of the same blocks one after another; a kernel that is read twice is one."""
