@@ -137,11 +137,11 @@ def freeze(
         if path not in shared:
             _freeze(layers[path], operands, weight_only, fresh)
     if not is_frozen(copy):
+        tied = f" Something else reads the kernels of {', '.join(sorted(shared))}: give tied layers a copy."
         raise ValueError(
             "There is nothing to freeze: no layer with an FP8 matmul of its own kernel ran with these "
             "inputs. Convert the model by quantize_model(model, include=…), and call freeze outside of "
-            "autocast(enabled=False). Something else reads or changes the kernels of "
-            f"{sorted(shared)}: give tied layers a copy of the kernel."
+            f"autocast(enabled=False).{tied if shared else ''}"
         )
     owners = {id(layer.op): path for path, layer in layers.items()}
     for keys, op in nnx.iter_graph(copy):
@@ -153,7 +153,7 @@ def freeze(
         wide["/".join(map(str, keys))] = (
             "something else reads or changes the kernel"
             if owners.get(id(op)) in shared
-            else "no layer of Flax multiplies by its whole kernel in FP8 with these inputs"
+            else "only a layer of Flax, such as nnx.Linear, stores the whole kernel that it multiplies by"
         )
     return copy
 

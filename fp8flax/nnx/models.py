@@ -317,7 +317,7 @@ def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
     if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
-        raise wrong_model(model, "come from fp8flax.quantize_model", SEE_AUDIT)
+        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze", SEE_AUDIT)
     run = DryRun(model)
     program = run.trace(args, kwargs)
     decided = {scope: (found.site, _decision_of(found)) for scope, found in run.found.items()}
