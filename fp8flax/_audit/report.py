@@ -6,8 +6,14 @@ import dataclasses
 import re
 
 from fp8flax._audit.gemms import AuditedGemm
-from fp8flax._audit.time_model import PARTS, predicted_seconds
 from fp8flax._core.gemm.gpus import GPUS
+from fp8flax._core.tables import table_lines
+
+_BANDWIDTH_SHARE = 0.85
+"""The share of a GPU's published bandwidth that elementwise kernels reach."""
+
+_LAUNCH_SECONDS = 3e-6
+"""The time that each launch adds to the work of a kernel."""
 
 _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 
@@ -88,14 +94,27 @@ class AuditReport:
 
         The times come from a model. On an H200 it predicted the speed of a training step beside bf16 for
         scales per tensor, and a speed too high by a quarter for 128-blocks. GEMMs run at the rates of large
-        ones: 80 % of the published bf16 peak, 71 % of the FP8 peak. Everything else runs at 85 % of the
+        ones: 80 % of the published bf16 peak, 71 % of the FP8 peak. Products of float32 run at half the
+        rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 % of the
         bandwidth, and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
         its bytes only.
         """
         gpu = GPUS.get(self.target)
         if gpu is None:
             return {}
-        parts = predicted_seconds(gpu, self.gemms, self.other_bytes, self.num_launches)
+        bandwidth = _BANDWIDTH_SHARE * gpu.bandwidth
+
+        def seconds(gemm: AuditedGemm) -> float:
+            """Returns the time of the operations or of the bytes, whichever is longer."""
+            is_wide = "float32" in (gemm.lhs_dtype, gemm.rhs_dtype)
+            rate = gpu.fp8 if gemm.is_fp8 else gpu.bf16 / 2 if is_wide else gpu.bf16
+            return max(gemm.flops / rate, gemm.bytes / bandwidth)
+
+        parts = {
+            "GEMMs": sum(map(seconds, self.gemms)),
+            "other kernels": self.other_bytes / bandwidth,
+            "launches": self.num_launches * _LAUNCH_SECONDS,
+        }
         return {**parts, "total": sum(parts.values())}
 
     @property
@@ -111,11 +130,7 @@ class AuditReport:
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason))
-        rows = [_HEADER, *(self._row(gemm, reasons) for gemm in self.gemms)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        if self.gemms:
-            lines.insert(1, "-" * max(map(len, lines)))
+        lines = table_lines(_HEADER, [self._row(gemm, reasons) for gemm in self.gemms])
         if reasons:
             lines += ["", *(f"[{number}] {reason}" for number, reason in enumerate(reasons, 1))]
         return "\n".join([*lines, "", *self._totals()])
@@ -144,8 +159,9 @@ class AuditReport:
             parts = ", ".join(f"{kind} {_mebibytes(size)}" for kind, size in self.bytes_sent_by.items())
             lines.append(f"Each device sends {_mebibytes(self.bytes_sent)}; {parts}.")
         if predicted := {part: f"{1e3 * seconds:.3g}" for part, seconds in self.predicted_seconds.items()}:
-            parts = ", ".join(f"{part} {predicted[part]}" for part in PARTS)
-            lines.append(f"Predicted (not measured): {predicted['total']} ms; {parts}.")
+            total = predicted.pop("total")
+            parts = ", ".join(f"{part} {time}" for part, time in predicted.items())
+            lines.append(f"Predicted (not measured): {total} ms; {parts}.")
         if self.unknown_trip_counts:
             lines.append("The trip count of a loop is not known, so its kernels count once.")
         if self.target != "local":

@@ -38,16 +38,14 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-_thread = threading.local()
+class _Entered(threading.local):
+    """The contexts that a thread has entered and not left yet, each with the context manager of JAX."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[_Autocast, Any]] = []
 
 
-def _entered() -> list[tuple[_Autocast, Any]]:
-    """Returns the contexts that this thread has entered and not left yet.
-
-    Beside each is JAX's context manager, which restores what was set before.
-    """
-    entered: list[Any] = vars(_thread).setdefault("entered", [])
-    return entered
+_entered = _Entered()
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -69,10 +67,10 @@ class _Autocast(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        _entered().append((self, setting))
+        _entered.stack.append((self, setting))
 
     def __exit__(self, *error: object) -> None:
-        entered = _entered()
+        entered = _entered.stack
         if not entered or entered[-1][0] is not self:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "
@@ -126,17 +124,10 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _Autocast(gemms if enabled else _OFF)
 
 
-def ambient_hint(needs_state: bool = False) -> str:
-    """Returns the last sentence of an error that the ambient recipe can cause; empty if it cannot.
-
-    FP8 being off can cause it. With ``needs_state``, a recipe without scaling state can cause it too.
-    """
-    recipe = None if _jit_key.value is None else _jit_key.value.recipe
-    if recipe is _OFF:
-        return " FP8 is off here, by autocast(enabled=False): call this outside of it."
-    if needs_state and recipe is not None and not recipe.delayed:
-        return " The recipe has no scaling state here, by autocast(recipe=…): call this outside of it."
-    return ""
+def ambient_hint() -> str:
+    """Returns a sentence that says that FP8 is off; empty if it is on."""
+    is_off = _jit_key.value is not None and _jit_key.value.recipe is _OFF
+    return " FP8 is off here, by autocast(enabled=False): call this outside of it." if is_off else ""
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:

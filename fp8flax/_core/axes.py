@@ -18,11 +18,6 @@ def manual_axes(x: Any) -> frozenset[str]:
     return axes
 
 
-def shape_varying_as(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a result that varies over the manual axes that ``x`` varies over."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the maximum of ``amax`` over all data that share ``state``.
 

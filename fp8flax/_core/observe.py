@@ -8,12 +8,13 @@ its ops report. A model does not have to declare anything for this: no variable,
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,42 @@ from jax.experimental import multihost_utils
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.axes import merge_amax
-from fp8flax._core.mode import Observing, mode
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import ScalingState
+
+# The mode of the ops.
+
+mode = jax.make_user_context(None)
+"""The mode of the code that runs, a part of the cache key of jit: None, or ``Observing``."""
+
+
+class Observing(NamedTuple):
+    """Mode in which each FP8 op reports its tensors to the host."""
+
+    calibrates: bool
+    """Whether ops report amaxes for ``calibrate``. They then multiply in the wide dtypes of their operands,
+    and each scale in their states is a number that names the tensor.
+
+    Otherwise ops compute as usual, and report quantization errors for ``statistics``."""
+    backward: bool = True
+    """Whether output gradients are calibrated. Without them, forward-mode differentiation works, too."""
+    key: object = None
+    """For statistics: an object for each measured function, which makes JAX trace the function again."""
+    path: tuple[str, ...] = ()
+    """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
+
+
+def is_calibrating() -> bool:
+    """Returns whether FP8 ops multiply in wide dtypes, and report amaxes to the host."""
+    return mode.value is not None and mode.value.calibrates
+
+
+def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context in which an op runs; for statistics it sets the path of the op in ``mode``."""
+    if mode.value is None or is_calibrating():
+        return contextlib.nullcontext()
+    return mode(mode.value._replace(path=path()))
+
 
 # Receiving reports on the host.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.mode import in_op
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
+from fp8flax._core.observe import in_op
 from fp8flax._core.ops.calls import Called
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import FORMS
@@ -38,38 +38,20 @@ class StateLeaf(NamedTuple):
 class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
-    A row (``OpRow``) is the entry of one op in the table of all ops. The class of an op has its row.
-
     Its direct subclass, one for Linen and one for NNX, has the field ``recipe``, and defines ``_value``,
-    ``_place``, ``_dtype_advice`` and ``_shape_advice``.
+    ``_place`` and ``_shape_advice``.
     """
 
     row: ClassVar[OpRow]
+    """The entry of the op in the table of all ops."""
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
-    _classes: ClassVar[dict[OpRow, type[OpBase]]]
-    """The classes of the ops of Linen, or of NNX, by their rows."""
-
-    _dtype_advice: ClassVar[str]
-    """The advice in the error for state that is not float32: the beginning of a sentence."""
     _shape_advice: ClassVar[str]
     """The advice in the error for state of a shape that does not fit the recipe: a sentence."""
 
     recipe: Recipe | None
     form: str = "direct"
     """The form of the op; a field of the ops whose row ``has_form``."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if OpBase in cls.__bases__:
-            cls._classes = {}
-        elif "row" in vars(cls):
-            cls._classes.setdefault(cls.row, cls)
-
-    @classmethod
-    def _for_row(cls, row: OpRow) -> type[Self]:
-        """Returns the op of a row of the table. Call it on the direct subclass of ``OpBase``."""
-        return cls._classes[row]  # type: ignore[return-value]
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Returns the value of one array of the state, and its name for errors."""
@@ -114,9 +96,9 @@ class OpBase(Called):
             states = self._states(recipe, jnp.shape(rhs))
         if self.row.has_form and frozen is None:
             keywords["form"] = self.form
-        in_fp8 = partial(self.row.in_fp8, states=states, recipe=recipe)
+        keywords |= {"states": states, "recipe": recipe, "is_frozen": frozen is not None}
         with in_op(self._place):
-            return in_fp8(lhs, rhs, *arguments, is_frozen=frozen is not None, **keywords)
+            return self.row.in_fp8(lhs, rhs, *arguments, **keywords)
 
     def _states(self, recipe: Recipe, kernel: Shape = ()) -> States:
         """Returns the states that a recipe needs, for a kernel of this shape."""
@@ -130,8 +112,8 @@ class OpBase(Called):
         value, where = self._value(leaf)
         if not is_state_dtype(value):
             raise TypeError(
-                f"The scaling state {where} must be float32; got {value.dtype}. {self._dtype_advice}, or "
-                "cast this leaf back with .astype(jnp.float32)."
+                f"The scaling state {where} must be float32; got {value.dtype}. Cast the parameters alone, "
+                "or cast this leaf back with .astype(jnp.float32)."
             )
         if value.shape != leaf.shape:
             raise ValueError(
@@ -142,11 +124,10 @@ class OpBase(Called):
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
         """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
-        leading = self.row.leading(kernel)
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
-            stack = leading.get(role, ())
+            stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
             leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
             leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves

@@ -18,8 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.mode import is_calibrating
-from fp8flax._core.observe import on_cotangent, report_amax, report_amax_of_cotangent
+from fp8flax._core.observe import is_calibrating, on_cotangent, report_amax, report_amax_of_cotangent
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,

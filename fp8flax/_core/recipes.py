@@ -102,14 +102,7 @@ class Recipe:
 def _gemms_of(
     x: Quantizer, w: Quantizer, g: Quantizer, accumulation: tuple[str, str, str] = _IN_FLOAT32
 ) -> CustomRecipe:
-    """Returns the recipe in parts, which quantizes a tensor alike in both of its GEMMs.
-
-    Args:
-        x: the quantizer of the input.
-        w: the quantizer of the kernel.
-        g: the quantizer of the output gradient.
-        accumulation: the accumulation of forward, dgrad and wgrad.
-    """
+    """Returns the recipe that quantizes input, kernel and output gradient alike in both of their GEMMs."""
     if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
         raise TypeError(
             "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "
@@ -155,7 +148,7 @@ class CustomRecipe(Recipe):
             if not isinstance(value, GemmRecipe):
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}.")
         for role in ROLES:
-            if len(delayed := set(self._delayed_of(role))) > 1:
+            if len(delayed := {q for q in self.of_role(role) if isinstance(q, DelayedQuantizer)}) > 1:
                 raise ValueError(
                     f"The two GEMMs of the {role} quantize it by two different DelayedQuantizers, but the "
                     f"{role} has only one scaling state. Make them equal; got {delayed}."
@@ -169,8 +162,7 @@ class CustomRecipe(Recipe):
     def of_role(self, role: str) -> tuple[Quantizer | None, Quantizer | None]:
         """Returns the two quantizers of a tensor, one for each of the two GEMMs that it is an operand of.
 
-        Args:
-            role: the role of the tensor, ``"input"``, ``"kernel"`` or ``"output_grad"``.
+        The role is ``"input"``, ``"kernel"`` or ``"output_grad"``.
         """
         return {
             "input": (self.forward.lhs, self.wgrad.lhs),
@@ -186,11 +178,8 @@ class CustomRecipe(Recipe):
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
-        return {role: delayed[0] for role in ROLES if (delayed := self._delayed_of(role))}
-
-    def _delayed_of(self, role: str) -> list[DelayedQuantizer]:
-        """Returns the delayed quantizers of a tensor. In a valid recipe they are equal."""
-        return [q for q in self.of_role(role) if isinstance(q, DelayedQuantizer)]
+        # In a valid recipe both delayed quantizers of a tensor are equal.
+        return {r: q for r in ROLES for q in self.of_role(r) if isinstance(q, DelayedQuantizer)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

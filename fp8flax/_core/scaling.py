@@ -59,14 +59,11 @@ def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
 def scale_exponent(
     amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
 ) -> Int32[jax.Array, "*dims"]:
-    """Returns the int32 exponent ``n`` of the scale ``2**n`` of a tensor; 0 if its ``amax`` is 0.
+    """Returns the int32 exponent ``n`` of the scale ``2**n`` of a tensor, from its finite ``amax``.
 
-    Args:
-        amax: largest magnitudes, float32, finite and not negative. Subnormals count as 0.
-        fp8_max: largest finite value of the FP8 dtype.
-        rounding: ``"up"`` for the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
-            saturates; ``"floor"`` for the binary exponent of ``amax`` minus that of ``fp8_max``.
-        margin: headroom in powers of two.
+    With the rounding ``"up"`` it is the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
+    saturates; with ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``. If the amax is 0
+    or subnormal, it is 0.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
@@ -225,11 +222,9 @@ def apply_scales(
     the result does not. So if ``lhs_scale`` is very large or very small, a power of two is taken out of it
     and is multiplied last. A factor that is a power of two does not change the rounding.
 
-    Args:
-        total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums, which
-            only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80.
-        lhs_scale: scales of the left operand, normal numbers that broadcast with ``total``.
-        rhs_scale: scales of the right operand, as ``lhs_scale``.
+    ``total`` holds sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums,
+    which only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80. The scales
+    are normal numbers.
     """
     # The first product, total * (lhs_scale / last), is always 0 or a normal number. If ``last`` is 2**48,
     # this product is 0 or at least 1, so rhs_scale cannot make it underflow. If ``last`` is 2**-32, it is

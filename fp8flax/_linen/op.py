@@ -23,7 +23,6 @@ from fp8flax._linen.conversion import running_calls
 class Fp8Op(OpBase, nn.Module):
     """Base class of the Linen ops: declares the scaling state of one contraction, and computes it."""
 
-    _dtype_advice = "Cast variables['params'] alone"
     _shape_advice = (
         "Set amax_history_len to the length in the variables, or change the variables with "
         "fp8flax.add_fp8_state."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8flax._core.formats import Format
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 
@@ -181,3 +181,9 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
+
+
+OPS: dict[OpRow, type[Fp8Op]] = {
+    op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
+}
+"""The ops by their rows in the table of all ops."""

@@ -18,6 +18,7 @@ from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, P
 from fp8flax._core.op_base import StateLeaf
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Contraction, Interception, Path
 from fp8flax._model.param_origin import ByIdentity, Origin
 from fp8flax._model.record import seen_of
@@ -198,7 +199,7 @@ class Call(Interception):
         options = {"form": self._rules_here.form} if site.op.has_form else {}
         parent = scope.push(site.name, reuse=True)
         with jax.named_scope(BY_OP):
-            op = Fp8Op._for_row(site.op)(recipe=decision.recipe, **options, parent=parent)
+            op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
             return found.restore(op(*found.arguments)), ""
 
     def _name_of(self, found: Contraction) -> str:

@@ -118,8 +118,8 @@ class Interception(ABC):
         restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
         is_swapped = left is not None and kernel is None and row.swapped is not None
         if is_swapped and row.swapped is not None:
-            swapped = row.swapped(lhs, rhs, *arguments)
-            lhs, rhs, arguments, restore = rhs, lhs, swapped.arguments, swapped.restore
+            arguments, restore = row.swapped(lhs, rhs, *arguments)
+            lhs, rhs = rhs, lhs
             left, kernel = kernel, left
         kind = "product" if kernel is None else "kernel" if left is None else "parameters"
         if kind != "kernel":

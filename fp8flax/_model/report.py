@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import io
 import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
+from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import CountingCall, seen_of
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
@@ -78,23 +74,18 @@ class ModelReport:
 
     def __str__(self) -> str:
         total = sum(row.flops for row in self.rows) or 1
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for title in ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why"):
-            table.add_column(title, no_wrap=True)
+        rows = []
         for row in self.rows:
             sizes = (row.batch, row.m, row.k, row.n)[0 if row.batch != 1 else 1 :]
             name = (row.kernel or "").removeprefix(f"{row.path}/") if row.path else row.kernel
-            cells = (
-                *(row.path or "(the model)", name or "-", "×".join(map(str, sizes)), str(row.count)),
-                *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
+            rows.append(
+                (
+                    *(row.path or "(the model)", name or "-", "×".join(map(str, sizes)), str(row.count)),
+                    *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
+                )
             )
-            table.add_row(*map(Text, cells))
-        # In a notebook rich would also display the table by itself.
-        console = Console(file=io.StringIO(), width=10_000, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.rstrip() for line in capture.get().splitlines()]
-        lines.insert(1, "-" * max(map(len, lines)))
+        header = ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why")
+        lines = table_lines(header, rows)
         lines += [
             "",
             f"{len(self.converted)} of {len(self.rows)} contractions are converted "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ def add_fp8_state(
         ValueError: the parameters are not those of ``model``, or existing state has other shapes.
 
     Warns:
-        UserWarning: a scale does not follow from its history, see ``check_state``.
+        UserWarning: state is left out; or a scale does not follow from its history, see ``check_state``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -73,6 +74,12 @@ def add_fp8_state(
     warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), advice, stacklevel=3)
     old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
     new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
+    if left_out := sorted({path_str(path[:-1]) for path in old.keys() - new.keys()}):
+        warnings.warn(
+            f"The model has no FP8 op for the scaling state {', '.join(left_out)}, so it is left out. To "
+            "keep it, give the op the name that it has in the variables.",
+            stacklevel=2,
+        )
 
     def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
         if path in old:

@@ -10,10 +10,8 @@ import flax.core
 import jax
 import numpy as np
 
-from fp8flax._core.autocast import ambient_hint
-from fp8flax._core.mode import Observing
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.observe import collect
+from fp8flax._core.observe import Observing, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
@@ -131,7 +129,7 @@ def calibrate(
         message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
             f"tensors were empty in all batches: {', '.join(missing)}. fun must use the variables that it "
-            f"gets, and return the model's outputs or its loss.{ambient_hint(needs_state=True)}"
+            "gets, and return the model's outputs or its loss. FP8 must be on."
         )
         if len(missing) == sum(is_filled):
             raise ValueError(f"No FP8 layer was reached. {message}")

@@ -12,27 +12,24 @@ from typing import Any
 import jax
 
 from fp8flax._core.measuring import statistics_of
-from fp8flax._core.mode import Observing
 from fp8flax._core.names import ROLES
-from fp8flax._core.observe import collect
+from fp8flax._core.observe import Observing, collect
 from fp8flax._core.options import check_function, check_no_train_state
+from fp8flax._core.tables import table_lines
 
 
 class Statistics(dict[str, dict[str, dict[str, float]]]):
     """Numbers by the path of an op, the role of a tensor, and the name of the number.
 
-    ``rich.print`` shows them as a table, with a row for each tensor.
+    ``print`` shows them as a table, with a row for each tensor.
     """
 
-    def __rich__(self) -> Any:
-        """Returns the table."""
-        from rich.table import Table
-
+    def __str__(self) -> str:
         rows = {f"{path}/{role}": n for path, roles in self.items() for role, n in roles.items()}
-        table = Table("tensor", *next(iter(rows.values()), ()))
-        for name, numbers in rows.items():
-            table.add_row(name, *(f"{number:.3g}" for number in numbers.values()))
-        return table
+        header = ("tensor", *next(iter(rows.values()), ()))
+        return "\n".join(
+            table_lines(header, [(name, *(f"{x:.3g}" for x in n.values())) for name, n in rows.items()])
+        )
 
 
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
@@ -72,7 +69,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     Returns:
         A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
-        ``rich.print`` shows as a table. The path of an op is that of its scaling state, if it has one:
+        ``print`` shows as a table. The path of an op is that of its scaling state, if it has one:
         ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are those of ``input``, ``kernel`` and
         ``output_grad`` that the recipe quantizes.
 

@@ -27,7 +27,7 @@ from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._model.interception import Contraction
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
-from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
+from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 from fp8flax.nnx.products import ModuleCall, dry_run, params_of, watch
 
 # Layers with a field for an op.
@@ -304,8 +304,8 @@ def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = found.site.op
     form = {"form": options.form} if row.has_form else {}
-    num_kernels = found.site.shapes[1][:1] if row.stacked else ()
-    op: Any = Fp8Op._for_row(row)(*num_kernels, recipe=decision.recipe, **form)
+    num_kernels = found.site.shapes[1][:1] if row.is_stack else ()
+    op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
     op._reason = decision.reason
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):

@@ -16,7 +16,7 @@ from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
+from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
 
@@ -79,7 +79,6 @@ _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    _dtype_advice = "Cast the state of nnx.Param alone"
     _shape_advice = (
         "Make the op under the recipe (the amax_history_len) of its calls. Call layers that nnx.vmap "
         "stacked inside of nnx.vmap or nnx.scan."
@@ -224,3 +223,9 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)
         self._set_up(recipe, kernel=(num_experts,))
+
+
+OPS: dict[OpRow, type[Fp8Op]] = {
+    op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
+}
+"""The ops by their rows in the table of all ops."""

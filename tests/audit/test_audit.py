@@ -66,22 +66,13 @@ def test_plain_dense(gpu):
     assert {g.path for g in report.gemms} == {"Dense"}
     assert report.gemm_bytes == 480 * MIB
     assert report.flops == 3 * 2 * 8192 * 4096 * 4096
-    assert sorted((g.role, g.batch, g.m, g.k, g.n) for g in report.gemms) == [
-        ("backward", 1, 4096, 8192, 4096),
-        ("backward", 1, 8192, 4096, 4096),
-        ("forward", 1, 8192, 4096, 4096),
-    ]
+    assert sorted(g.role for g in report.gemms) == ["backward", "backward", "forward"]
     assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
 def test_flax_direct_op(gpu):
     """XLA's own kernels read FP8, and multiply it in FP8 or in float16: their tile decides."""
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp))
-    assert sorted((g.role, g.lhs_dtype, g.rhs_dtype) for g in report.gemms) == [
-        ("backward", "float8_e4m3fn", "float8_e5m2"),
-        ("backward", "float8_e5m2", "float8_e4m3fn"),
-        ("forward", "float8_e4m3fn", "float8_e4m3fn"),
-    ]
     assert {(g.out_dtype, g.backend, g.may_be_fp8) for g in report.gemms} == {("bfloat16", "Triton", True)}
     assert all("tile" in g.reason for g in report.gemms)
     assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
@@ -97,6 +88,7 @@ def _no_algorithms(gpu, monkeypatch):
         monkeypatch.setattr(module, "compiles_algorithms", lambda: False)
 
 
+@pytest.mark.long
 def test_the_precision_can_stand_for_the_algorithm(gpu, request):
     """The GEMMs are the same, but XLA computes none of them as several sums, as it does small ones.
 
@@ -158,27 +150,22 @@ def test_reasons_of_products_in_bf16(gpu):
     assert found == dict(enumerate(dtypes.values(), 1))
 
 
-@pytest.mark.long
 def test_attention_is_told_from_layers(gpu):
-    model = nn.MultiHeadDotProductAttention(4, dtype=BF16, param_dtype=BF16, use_bias=False)
-    report = audit(*gradient_of(model, struct(2, 64, 128)))
-    attention = [g for g in report.gemms if g.batch > 1]
-    assert {g.batch for g in attention} == {8}
-    assert sorted(g.role for g in attention) == ["backward"] * 4 + ["forward"] * 2
-    assert all("->" in g.path and "batched product (attention" in g.reason for g in attention)
-    layers = {g.path.split("/")[-1] for g in report.gemms if g.batch == 1}
-    assert layers <= {"query", "key", "value", "out"}
-    per_token = 2 * (4 * 128 * 128 + 2 * 64 * 128)
-    assert report.flops == 3 * 2 * 64 * per_token
+    def fn(x, w, q, k):
+        with jax.named_scope("attention"):
+            return jnp.einsum("qhd,khd->hqk", q, k), x @ w
+
+    layer, attention = audit(fn, struct(64, 32), struct(32, 48), *[struct(64, 8, 16)] * 2).gemms
+    assert (attention.batch, layer.batch) == (8, 1)
+    assert "->" in attention.path
+    assert "batched product (attention" in attention.reason
 
 
 @pytest.mark.parametrize(
     ("capability", "rhs", "backend", "reason"),
     [
         ("", "float8_e4m3fn", "other", "cpu has no FP8 units"),
-        ("8.0", "float8_e4m3fn", "Triton", "cuda has no FP8 units"),
         ("9.0", "float8_e4m3fn", "other", "plain loop"),
-        ("9.0", "bfloat16", "cublasLt", "only one operand"),
         ("9.0", "float8_e5m2", "cublasLt", ""),
     ],
 )
@@ -202,16 +189,13 @@ def test_units_and_operands_decide(capability, rhs, backend, reason):
     ("op_name", "path", "role"),
     [
         ("jit(step)/jvp(M)/Dense_0/dot_general", "M/Dense_0", "forward"),
-        ("jit(step)/M/Dense_0/dot_general", "M/Dense_0", "forward"),
         ("jit(step)/transpose(jvp(M))/Dense_0/transpose", "M/Dense_0", "backward"),
         ("jit(s)/transpose(jvp(M))/Dense_3/Fp8DotGeneralOp_0/fp8_wgrad/dot_general", "M/Dense_3", "wgrad"),
-        ("jit(s)/transpose(jvp(M))/up/NANOOFp8DotGeneralOp_0/fp8_dgrad/dot_general", "M/up", "dgrad"),
         ("jit(s)/jvp(M)/up/Fp8DotGeneralOp_0/custom_vjp_call/fp8_forward/dot", "M/up", "forward"),
         ("jit(s)/jvp()/while/body/closed_call/layers/up/dot_general", "layers/up", "forward"),
         (
-            "jit(s)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/layers/up/dot_general",
-            "layers/up",
-            "recomputed forward",
+            "jit(s)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/up/dot_general",
+            *("up", "recomputed forward"),
         ),
         ("jit(s)/transpose(jvp(vmap(M)))/body/dot_general", "M/body", "backward"),
         ("jit(s)/M/cond/branch_1_fun/up/dot_general", "M/up", "forward"),
@@ -219,8 +203,6 @@ def test_units_and_operands_decide(capability, rhs, backend, reason):
         ("jit(s)/jvp(loss/M)/Dense_0/jit(_einsum)/dot_general", "loss/M/Dense_0", "forward"),
         ("jit(s)/dot_general", "", "forward"),
         ("jit(s)/transpose(jvp(M))/jvp(M)/checkpoint/b0/up/dot_general", "M/b0/up", "backward"),
-        ("jit(s)/jvp(M)/forward/dot_general", "M/forward", "forward"),
-        ("jit(s)/vmap(jvp(M))/up/dot_general", "M/up", "forward"),
         ("jit(s)/transpose(jvp(vmap))/dot_general", "", "backward"),
         ("", "", "forward"),
     ],
@@ -245,16 +227,6 @@ def test_scanned_layers(gpu):
     assert report.flops == 7 * 8 * 2 * 512 * 128 * 256
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
-
-
-def test_loops_of_unknown_length_and_branches(gpu):
-    def fn(x, bound):
-        x = lax.while_loop(lambda x: jnp.max(x) < bound, lambda x: x @ x, x)
-        return lax.cond(bound > 0, lambda x: x @ x, lambda x: x @ (x @ x), x)
-
-    report = audit(fn, struct(64, 64), struct())
-    assert report.unknown_trip_counts
-    assert [g.trip_count for g in report.gemms] == [1] * 4
 
 
 def test_bytes_of_a_small_program(gpu):
@@ -298,21 +270,8 @@ def test_static_and_keyword_arguments():
     assert [(gemm.m, gemm.k, gemm.n) for gemm in report.gemms] == [(8, 16, 16)] * 3
 
 
-def test_a_persistent_compilation_cache_changes_nothing(gpu):
-    """Without its GPU JAX warns that it cannot load a cached program; warnings are errors here."""
-    assert jax.config.jax_compilation_cache_dir
-
-    def f(x):
-        return x @ x.T
-
-    first, second = (audit(f, struct(48, 32), target="h200") for _ in range(2))
-    assert first == second
-
-
 def test_scalars_are_arguments_and_arrays_are_optional(gpu):
-    (gemm,) = audit(lambda x, factor: x @ (x * factor), struct(64, 64, dtype=jnp.float32), 2.0).gemms
-    assert gemm.lhs_dtype == "float32"
-    report = audit(lambda: jax.random.normal(jax.random.key(0), (64, 64)) @ jnp.ones((64, 64)))
+    report = audit(lambda factor: jax.random.normal(jax.random.key(0), (64, 64)) @ jnp.ones((64, 64)), 2.0)
     assert (report.device, report.num_gemms) == ("NVIDIA H200", 1)
 
 
@@ -320,33 +279,27 @@ def test_scalars_are_arguments_and_arrays_are_optional(gpu):
 
 EVEN, ODD = (256, 128, 384), (33, 70, 45)
 WIDE = "the same values, multiplied in"
-AXISWISE = fp8.Float8CurrentScaling(granularity="axiswise")
 MULTIPLIED = {
     # The backend of all three GEMMs; "" if it is not fixed. The reason if they are not in FP8.
     ("a100", "delayed"): (RECIPES["delayed"], EVEN, "", "A100-SXM4-80GB has no FP8 units"),
-    ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
     ("h200", "128 blocks"): (RECIPES["block128"], EVEN, "Pallas", ""),
     ("h200", "MX"): (RECIPES["mxfp8"], ODD, "Triton", f"{WIDE} bfloat16"),
-    ("b200", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
-    ("b200", "axiswise"): (AXISWISE, EVEN, "cublasLt", ""),
     ("b200", "128 blocks"): (RECIPES["block128"], ODD, "cuDNN", ""),
-    ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
-    ("b200", "128 blocks, float32"): (
-        *(fp8.Float8BlockScaling(use_f32_scales=True), EVEN, "Triton", f"{WIDE} float32"),
-    ),
 }
-ALWAYS = [("a100", "delayed"), ("h200", "128 blocks"), ("h200", "MX"), ("b200", "128 blocks")]
+LONG = {
+    ("l40s", "delayed"): (RECIPES["delayed"], EVEN, "cublasLt", ""),
+    ("b200", "MX"): (RECIPES["mxfp8"], ODD, "cuDNN", ""),
+}
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("target", "name"),
-    [one if one in ALWAYS else pytest.param(*one, marks=pytest.mark.long) for one in MULTIPLIED],
+    ("target", "name"), [*MULTIPLIED, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 )
 def test_what_each_gpu_multiplies_in_fp8(target, name):
     """Every version of JAX gives the same result. Other targets have one of these capabilities."""
-    recipe, shape, backend, reason = MULTIPLIED[target, name]
+    recipe, shape, backend, reason = {**MULTIPLIED, **LONG}[target, name]
     with jax.numpy_rank_promotion("allow"):
         report = audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
     assert (report.target, report.device) == (target, GPUS[target].name)
@@ -368,14 +321,6 @@ def test_experts_on_an_h200(gpu):
     assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)]
 
 
-def test_local_cpu():
-    report = audit(*dense_step(64, 128, 32, fp8_ops.Fp8DirectDotGeneralOp), target="local")
-    assert (report.target, report.device) == ("local", "cpu")
-    assert {g.reason for g in report.gemms} == {"cpu has no FP8 units; the values are emulated"}
-    assert sorted(g.role for g in report.gemms) == ["backward", "backward", "forward"]
-    assert report.flops == 3 * 2 * 64 * 128 * 32
-
-
 # assert_fp8, and errors.
 
 
@@ -389,7 +334,7 @@ def test_assert_fp8():
     assert str(info.value).endswith(str(report))
     with pytest.raises(AssertionError, match="0 of 0 GEMMs"):
         assert_fp8(jnp.negative, struct(8), target="local")
-    for share in (-0.1, 1.1, 90, float("nan")):
+    for share in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="min_flops"):
             assert_fp8(*args, min_flops=share, target="local")
 

@@ -20,8 +20,7 @@ from fp8flax._audit.compiling import compile_for, find_target, lower_for
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from tests.cases import dense_step, struct
-from tests.models import Einsum
+from tests.cases import OWG, dense_step, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -65,17 +64,6 @@ def scales_of_gemms(program):
     return scales
 
 
-@pytest.mark.long
-@pytest.mark.newest
-def test_bytes_and_kernels_in_xlas_own_kernels():
-    """Flax's direct op, which runs in them, needs 22 kernels and 592 MiB, see test_audit.py."""
-    recipe = fp8.DelayedScaling(accumulation=("default", "default", "default"))
-    report = audit_of_dense((8192, 4096, 4096), recipe=recipe)
-    assert {(g.backend, g.may_be_fp8) for g in report.gemms} == {("Triton", True)}
-    assert report.num_kernels <= 22
-    assert report.gemm_bytes + report.other_bytes < 561 * MIB
-
-
 def test_the_quantize_dequantize_form_runs_none_in_fp8(texts):
     """The audit reports that no GEMM runs in FP8, and the reason (row 17 of Flax's defects).
 
@@ -88,39 +76,26 @@ def test_the_quantize_dequantize_form_runs_none_in_fp8(texts):
     assert "f8e5m2[256,512]" in texts[0]
 
 
-EXPERTS = nn.vmap(
-    nn.Dense, variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}, split_rngs={"params": True}
-)
-SCALED = {
-    # layer and its input; MiB that its three GEMMs and all else move
-    "16384x768x768": (partial(nn.Dense, 768), (16384, 768), 241),
-    "query": (partial(nn.DenseGeneral, (16, 64)), (8, 512, 1024), 101),
-    "attention out": (partial(nn.DenseGeneral, 1024, axis=(-2, -1)), (8, 512, 16, 64), 101),
-    "experts": (partial(EXPERTS, 512), (8, 256, 512), 66),
-}
-
-
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", ["a sum in parts", "experts"])
 def test_every_scale_is_applied_in_float32(name, texts):
     """Also where cublasLt does not take it in: after a sum in parts, and with a scale per expert."""
-    make, shape, mebibytes = SCALED[name]
+    axes = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
+    make, x = {
+        "a sum in parts": (partial(nn.Dense, 768), struct(16384, 768)),
+        "experts": (partial(nn.vmap(nn.Dense, **axes), 512), struct(8, 256, 512)),
+    }[name]
     layer = make(use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
-    x = struct(*shape)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 
     def step(variables, x, g):
         out, vjp = jax.vjp(layer.apply, variables, x)
         return out, vjp(g)
 
-    args = variables, x, jax.eval_shape(layer.apply, variables, x)
-    report = fp8.audit(step, *args)
+    report = fp8.audit(step, variables, x, jax.eval_shape(layer.apply, variables, x))
     (text,) = texts
-    assert {g.role for g in report.gemms} == {"forward", "dgrad", "wgrad"}
     assert {(g.backend, g.is_fp8, g.flops) for g in report.gemms} == {("cublasLt", True, report.flops // 3)}
-    assert report.num_kernels <= 24
-    assert report.gemm_bytes + report.other_bytes < (mebibytes + 1) * MIB
     assert not re.findall(r"= bf16\[[\d,]*\]\S* (?:multiply|divide)\(", text)
     assert not re.findall(r"= bf16\[8?\]\S* convert\(", text)
     scales = scales_of_gemms(text)
@@ -133,22 +108,8 @@ def test_every_scale_is_applied_in_float32(name, texts):
 
 @pytest.mark.long
 def test_kernels_are_quantized_once_for_all_microbatches():
-    """The model has two stacked layers and one other layer, and gets 5 microbatches."""
-    Dense = partial(nn.Dense, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.tanh(Dense(256)(x)), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            axes = {"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}
-            stack = nn.scan(nn.remat(Block), variable_axes=axes, split_rngs={"params": True}, length=2)
-            return Dense(384)(stack()(x, None)[0])
-
-    model, x = Model(), struct(5, 640, 256)
+    """XLA does not move the casts back into the loop over 5 microbatches."""
+    model, x = nn.Dense(384, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp), struct(5, 640, 256)
     variables = jax.eval_shape(lambda x: model.init(jax.random.key(0), x[0]), x)
     step = fp8.accumulate_gradients(lambda v, x: jnp.mean(model.apply(v, x).astype(jnp.float32) ** 2))
     text = compiled(jax.jit(step), variables, x)
@@ -161,17 +122,12 @@ def test_kernels_are_quantized_once_for_all_microbatches():
         for inner in fused.instructions.values() if fused else ():
             if inner.opcode == "convert" and inner.result.dtype == "f8e4m3fn":
                 casts[inner.result.size] += kernel.trip_count
-    # Outside of the loop a kernel is quantized a few times; remat repeats one. The loop runs five times.
     assert 1 <= casts[256 * 384] <= 2
-    assert 2 <= casts[256 * 256] <= 2 * 3
-    assert casts[640 * 256] >= 5 * 3
+    assert casts[640 * 256] >= 5
 
 
 def test_the_host_changes_nothing(monkeypatch):
-    """The program is for one device of the target, also if the host has an old GPU or several.
-
-    The ambient precision of matmuls does not matter.
-    """
+    """The host may have an old GPU, or several; the ambient precision of matmuls does not matter."""
 
     def lowered():
         step, *args = dense_step(512, 256, 256, fp8.Fp8DotGeneralOp)
@@ -182,27 +138,6 @@ def test_the_host_changes_nothing(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with jax.default_matmul_precision("BF16_BF16_F32"):
         assert lowered() == expected
-
-
-def test_other_layers_run_three_of_three_too():
-    """A product with a batch, and one whose result is transposed."""
-    options = {"use_bias": False, "dtype": jnp.bfloat16}
-    layers = [
-        nn.DenseGeneral(256, batch_dims=(0,), dot_general_cls=fp8.Fp8DotGeneralOp, **options),
-        Einsum(shape=(256, 512), einsum_str="bd,df->fb", cls=fp8.Fp8DotGeneralOp, **options),
-    ]
-    inputs = struct(4, 128, 64), struct(128, 256)
-    key = jax.random.key(0)
-    variables = [jax.eval_shape(layer.init, key, x) for layer, x in zip(layers, inputs)]
-
-    def loss(variables, inputs):
-        outs = (layer.apply(v, x) for layer, v, x in zip(layers, variables, inputs))
-        return sum(jnp.sum(out.astype(jnp.float32) ** 2) for out in outs)
-
-    report = fp8.audit(fp8.value_and_grad(loss, argnums=(0, 1)), variables, inputs)
-    assert report.num_gemms == 6
-    assert Counter(g.role for g in report.gemms) == {"forward": 2, "dgrad": 2, "wgrad": 2}
-    assert {(g.backend, g.is_fp8) for g in report.gemms} == {("cublasLt", True)}
 
 
 @pytest.mark.newest
@@ -247,44 +182,6 @@ def run(script, **env):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
-
-
-EIGHT_BITS = "e4m3", "e5m2"
-
-# Both kinds of operands: one scale for 128 rows of the right one, and one for each.
-ON_HOPPER = """
-import functools, jax, jax.numpy as jnp
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._audit.compiling import compile_for, find_target
-
-def of(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-    for rows in (4, 512):
-        for out_dtype in (jnp.bfloat16, jnp.float32):
-            codes = of(1, 512, 1024, dtype=dtype), of(1, 512, 1024, dtype=dtype)
-            f = functools.partial(hopper_block_gemm, out_dtype=out_dtype)
-            compile_for(find_target("h200"), f, (*codes, of(1, 512, 8), of(1, rows, 8)))
-"""
-
-
-def with_machine_code():
-    """Returns the environment in which Mosaic GPU prints it; none where there is no disassembler."""
-    found = [path for root in sys.path for path in Path(root).glob("nvidia/*/bin/nvdisasm")]
-    return {"MOSAIC_GPU_DUMP_SASS": "1", "CUDA_ROOT": str(found[0].parent.parent)} if found else {}
-
-
-@pytest.mark.long
-def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
-    if not (disassembled := with_machine_code()):
-        pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-    said = run(ON_HOPPER, **disassembled)
-    assert Counter(re.findall(r"\b[QH]GMMA\.\S+", said)) == {
-        "QGMMA.64x128x32.F32.E4M3.E4M3": 4 * 4,
-        "QGMMA.64x128x32.F32.E5M2.E5M2": 4 * 4,
-    }
-    assert "STL" not in said  # stores to memory that stand in for a register
 
 
 # Until JAX 0.11 the instruction takes no operands of two dtypes.
@@ -333,7 +230,22 @@ def test_kernels_for_experts_of_any_size_compile():
     assert report.num_fp8_gemms == report.num_gemms == 3
 
 
-FOR_HOPPERS_EXPERTS = """
+# Both kinds of operands: one scale for 128 rows of the right one, and one for each.
+ON_HOPPER = """
+import functools, jax, jax.numpy as jnp
+from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax._audit.compiling import compile_for, find_target
+
+def of(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+    for rows in (4, 512):
+        codes = of(1, 512, 1024, dtype=dtype), of(1, 512, 1024, dtype=dtype)
+        f = functools.partial(hopper_block_gemm, out_dtype=jnp.bfloat16)
+        compile_for(find_target("h200"), f, (*codes, of(1, 512, 8), of(1, rows, 8)))
+"""
+FOR_EXPERTS_ON_HOPPER = """
 from tests.audit.test_gpu_program import experts_step
 from fp8flax._audit.compiling import compile_for, find_target
 
@@ -343,17 +255,19 @@ compile_for(find_target("h200"), step, args)
 
 
 @pytest.mark.long
-def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
-    disassembled = with_machine_code()
-    said = run(FOR_HOPPERS_EXPERTS, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", **disassembled)
+@pytest.mark.parametrize(("script", "kernels"), [(ON_HOPPER, 4), (FOR_EXPERTS_ON_HOPPER, 3)])
+def test_hoppers_kernels_multiply_in_fp8_and_spill_no_register(script, kernels):
+    found = [path for root in sys.path for path in Path(root).glob("nvidia/*/bin/nvdisasm")]
+    disassembler = {"MOSAIC_GPU_DUMP_SASS": "1", "CUDA_ROOT": str(found[0].parent.parent)} if found else {}
+    said = run(script, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", **disassembler)
     multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
-    assert set(multiplications) <= {f"m64n128k32.f32.{a}.{b}" for a in EIGHT_BITS for b in EIGHT_BITS}
-    assert len(multiplications) == 3 * 4
+    assert all(re.fullmatch(r"m64n128k32\.f32\.e\dm\d\.e\dm\d", one) for one in multiplications)
+    assert len(multiplications) == kernels * 4
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     assert set(spills) == {"0"}
-    assert len(spills) == 2 * 3
-    if disassembled:
-        assert len(re.findall(r"\bQGMMA\.64x128x32\.F32\.E\dM\d\.E\dM\d", said)) == 3 * 4
+    assert len(spills) == 2 * kernels
+    if disassembler:
+        assert len(re.findall(r"\bQGMMA\.64x128x32\.F32\.E\dM\d\.E\dM\d", said)) == kernels * 4
         assert "STL" not in said  # stores to memory that stand in for a register
 
 
@@ -382,30 +296,16 @@ def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after", ["a second output", "a split result", "recomputed", "by vmap"])
-def test_a_gelu_of_a_result_that_is_used_otherwise_too(after):
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_gelu_of_a_result_that_is_used_otherwise_too(is_mapped):
     """XLA would fuse the gelu and also return its argument, which cublasLt cannot do in FP8."""
     layer = nn.Dense(256, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
-    x = struct(2048, 256)
+    x = struct(64, 32, 256) if is_mapped else struct(2048, 256)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 
     def twice(variables, x):
         y = layer.apply(variables, x)
         return y, nn.gelu(y)
 
-    def split(variables, x):
-        gate, up = jnp.split(layer.apply(variables, x), 2, axis=-1)
-        return nn.gelu(gate) * up
-
-    def loss(variables, x):
-        return jnp.sum(jax.checkpoint(nn.gelu)(layer.apply(variables, x)).astype(jnp.float32))
-
-    functions = {
-        "a second output": (twice, x, "h200"),
-        "a split result": (split, x, "b200"),
-        "recomputed": (fp8.grad(loss), x, "h200"),
-        "by vmap": (jax.vmap(twice, (None, 0)), struct(64, 32, 256), "h200"),
-    }
-    f, x, target = functions[after]
-    report = fp8.audit(f, variables, x, target=target)
+    report = fp8.audit(jax.vmap(twice, (None, 0)) if is_mapped else twice, variables, x)
     assert report.num_fp8_gemms == report.num_gemms > 0

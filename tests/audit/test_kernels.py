@@ -31,12 +31,6 @@ def sizes(gemm):
     return gemm.batch, gemm.m, gemm.k, gemm.n
 
 
-def test_size_of_an_array():
-    arrays = {"bf16": 64, "f8e4m3fn": 32, "f4e2m1fn": 16, "pred": 32, "u32": 128, "c64": 256, "token": 0}
-    assert {dtype: Array(dtype, (8, 4)).bytes for dtype in arrays} == arrays
-    assert (Array("f4e2m1fn", (3,)).bytes, Array("u32", ()).bytes) == (2, 4)
-
-
 def test_types_layouts_and_comments_are_parsed():
     lines = (
         '%y.1 = (f32[8]{0}, (bf16[2,3]{1,0}, pred[])) custom-call(%p0), custom_call_target="a(b"',
@@ -49,12 +43,8 @@ def test_types_layouts_and_comments_are_parsed():
     assert (y.target, both.op_name) == ("a(b", "x['a']")
     assert both.operands == [y, x]
     assert x.users == [y, both]
-    for text, word in (
-        ("hello", "no entry"),
-        (HEADER + computation("ENTRY %main", [], "%x = <new>"), "<new>"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            parse(text)
+    with pytest.raises(ValueError, match="<new>"):
+        parse(HEADER + computation("ENTRY %main", [], "%x = <new>"))
 
 
 # Bytes that a kernel moves.
@@ -85,7 +75,6 @@ UPDATED = (
         (["f32[8]", "s32[]"], "%y = f32[2]{0} dynamic-slice(%p0, %p1), sizes={2}", (), 2 * 8 + 4),
         (["f32[8]"], "%y = f32[2]{0} slice(%p0), slice={[0:2]}", (), 2 * 8),
         (["f32[8]", "f32[2]", "s32[]"], "%y = f32[8] dynamic-update-slice(%p0, %p1, %p2)", (), 2 * 8 + 4),
-        (["f32[8]"], "%y = f32[8]{0} copy(%p0)", (), 64),
         (["f32[8]"], "%y = f32[8]{0} all-reduce-start(%p0), to_apply=%add", (), 64),
         (["f32[8]"], "%y = (f32[8]{0}, f32[16]{0}) all-gather-start(%p0), dimensions={0}", (), 32 + 64),
         # A fusion reads only the slice that it uses; all of what it uses whole as well.
@@ -109,17 +98,6 @@ def test_bytes_of_a_kernel(types, line, fused, size):
     called = [computation("%fused", types, *fused)] if fused else []
     (kernel,) = kernels(types, line, called=called)
     assert (kernel.bytes, kernel.trip_count, kernel.gemms) == (size, 1, ())
-
-
-def test_what_launches_nothing_is_free():
-    lines = (
-        "%c = f32[] constant(1)",
-        "%b = f32[2,4]{1,0} bitcast(%p0)",
-        "%t = (f32[2,4]{1,0}, f32[]) tuple(%b, %c)",
-        '%a = f32[8] custom-call(), custom_call_target="AllocateBuffer"',
-        "%g = f32[2,4]{1,0} get-tuple-element(%t), index=0",
-    )
-    assert kernels(["f32[8]"], *lines) == []
 
 
 # Loops and calls.
@@ -197,7 +175,6 @@ def test_calls_and_every_branch_are_followed(line):
         ("collective-permute", "%y = f32[8] collective-permute(%p0), source_target_pairs={{0,1}}", 32),
         ("ragged-all-to-all", "%y = f32[8] ragged-all-to-all(%p0, %p0, %p0), replica_groups={{0,1}}", 16),
         ("", "%y = f32[8] all-gather-done(%p0)", 0),
-        ("", "%y = f32[8] negate(%p0)", 0),
     ],
 )
 def test_bytes_that_a_device_sends(kind, line, sent):
@@ -206,44 +183,12 @@ def test_bytes_that_a_device_sends(kind, line, sent):
     assert [(k.collective, k.bytes_sent) for k in found if k.collective] == ([(kind, sent)] if kind else [])
 
 
-def test_collectives_in_loops_and_called_computations_count():
-    called = [
-        loop("%body", "%y = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}"),
-        CONDITION,
-        computation("%one", ["f32[8]"], "%s = f32[4]{0} reduce-scatter(%p0), replica_groups={{0,1}}"),
-    ]
-    lines = (
-        "%z = f32[8]{0} get-tuple-element(%p0), index=1",
-        "%a = ((f32[8]{0}), f32[4]{0}, u32[]) async-start(%z), calls=%one",
-        while_("w", "body", 5),
-    )
-    found = {k.collective: (k.bytes_sent, k.trip_count) for k in kernels([STATE], *lines, called=called)}
-    assert found == {"reduce-scatter": (16, 1), "all-reduce": (32, 5)}
-
-
 def test_groups_in_an_unknown_form_are_refused():
     with pytest.raises(ValueError, match="not in a known form: <new>"):
         kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")
 
 
 # GEMMs.
-
-
-def test_dot_in_a_triton_fusion():
-    types = ["f8e4m3fn[8,16]{1,0}", "f8e4m3fn[16,4]{1,0}"]
-    fused = computation(
-        "%fused",
-        types,
-        "%dot.1 = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
-        "metadata={op_name=\"jit(f)/v[\\'a\\']/dot_general\" stack_frame_id=5}",
-        "%convert.1 = bf16[8,4]{1,0} convert(%dot.1)",
-    )
-    config = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
-    gemm = gemm_of(types, f"%y = bf16[8,4] fusion(%p0, %p1), calls=%fused, {config}", called=[fused])
-    assert sizes(gemm) == (1, 8, 16, 4)
-    assert (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype) == (*["float8_e4m3fn"] * 2, "bfloat16")
-    assert (gemm.backend, gemm.path) == ("Triton", "v['a']")
-    assert gemm.bytes == 8 * 16 + 16 * 4 + 2 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -273,14 +218,7 @@ def test_cublaslt_call(target, precision, accumulation):
     assert gemm.bytes == 8 * 16 + 4 * 16 + 4 + 2 * 8 * 4  # not the workspace
 
 
-def test_block_scaled_call():
-    types = "f8e4m3fn[1,8,64]{2,1,0}", "f8e4m3fn[1,4,64]{2,1,0}", "f8e8m0fnu[1,8,2]{2,1,0}"
-    line = "%y = (bf16[1,8,4], u8[0]{0}) custom-call(%p0, %p1, %p2, %p2)"
-    gemm = gemm_of(types, f'{line}, custom_call_target="__cudnn$blockScaledDot"')
-    assert (*sizes(gemm), gemm.backend) == (1, 8, 64, 4, "cuDNN")
-
-
-@pytest.mark.parametrize(("summed", "batch", "k"), [(0, 3, 2 * 5), (1, 2, 3 * 5), (2, 6, 5)])
+@pytest.mark.parametrize(("summed", "batch", "k"), [(1, 2, 3 * 5), (2, 6, 5)])
 def test_split_sums_count_as_one_product(summed, batch, k):
     reduced = ",".join(str(d) for i, d in enumerate([2, 3, 8, 4]) if i != summed)
     lines = (
@@ -298,22 +236,3 @@ def test_sizes_of_a_dot_follow_its_dimension_numbers():
         "rhs_batch_dims={1}, rhs_contracting_dims={3,0}"
     )
     assert sizes(gemm_of(["bf16[2,8,3,5]", "bf16[5,2,4,3]"], line)) == (2, 8, 15, 4)
-
-
-def test_fp8_sources_are_found_through_the_kernels_before():
-    producer = computation(
-        "%dequantize",
-        ["f8e5m2[8,16]{1,0}", "bf16[]"],
-        "%wide = bf16[8,16]{1,0} convert(%p0)",
-        "%scale = bf16[8,16]{1,0} broadcast(%p1), dimensions={}",
-        "%zero = f32[8]{0} constant({...})",
-        "%product = bf16[8,16]{1,0} multiply(%wide, %scale)",
-        "%t = (f32[8]{0}, bf16[8,16]{1,0}) tuple(%zero, %product)",
-    )
-    lines = (
-        "%d = (f32[8]{0}, bf16[8,16]{1,0}) fusion(%p0, %p1), kind=kLoop, calls=%dequantize",
-        "%g = bf16[8,16]{1,0} get-tuple-element(%d), index=1",
-        "%y = bf16[8,4]{1,0} dot(%g, %p2), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-    )
-    gemm = gemm_of(["f8e5m2[8,16]", "bf16[]", "bf16[16,4]"], *lines, called=[producer])
-    assert gemm.fp8_sources == ("float8_e5m2", "")

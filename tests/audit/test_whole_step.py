@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +13,6 @@ import fp8flax as fp8
 from benchmarks import llama
 from fp8flax._audit import kernels
 from fp8flax._audit.compiling import compile_for, find_target
-from fp8flax.demo import training
 from tests.cases import struct
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
@@ -33,24 +31,6 @@ def compiled(step, *args):
     program = compile_for(find_target("h200"), step, args)
     text = program.as_text()
     return text, kernels.read(text), program.memory_analysis().temp_size_in_bytes
-
-
-def step_of(model, x):
-    """Returns a step that donates its state, and its arguments; the loss is a mean of squares."""
-
-    def initial():
-        variables = model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype))
-        return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(state, x):
-        def loss(variables):
-            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
-
-        value, grads = fp8.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    return step, jax.eval_shape(initial), x
 
 
 def figures_of_llama(how):
@@ -75,77 +55,25 @@ def test_of_a_llama():
     assert delayed[2] <= 0.93 * wide[2]
 
 
-def test_of_the_demo():
-    """The step has 580 kernels, and 410 in bfloat16."""
-    task = training.lm(None, "delayed", None)
-    _, found, _ = compiled(training.train_step, *training.arguments_of_step(task, "fp8"))
-    assert len(found) <= 585
+def initial(model, x):
+    variables = model.init(jax.random.key(0), x)
+    return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
+
+
+@partial(jax.jit, donate_argnums=0)
+def step(state, x):
+    def loss(variables):
+        return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
+
+    value, grads = fp8.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
 
 
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
     """Each further layer adds 12 kernels, three of them GEMMs, and AdamW 2. No donated state is copied."""
     layer = partial(nn.Dense, 1024, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
-    two, four = (
-        compiled(*step_of(nn.Sequential([layer() for _ in range(number)]), struct(2048, 1024)))
-        for number in (2, 4)
-    )
+    x, models = struct(2048, 1024), [nn.Sequential([layer() for _ in range(n)]) for n in (2, 4)]
+    two, four = (compiled(step, jax.eval_shape(partial(initial, model), x), x) for model in models)
     assert "f32[1024]" in four[0]
     assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four[0])
     assert len(four[1]) - len(two[1]) <= 2 * 12  # 15 if each layer computes its own scales
-
-
-class Stack(nn.Module):
-    """Equal blocks under ``nn.scan``, each recomputed in the backward pass."""
-
-    block: Any
-    length: int
-    op: Any
-    policy: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        scanned = nn.scan(
-            nn.remat(self.block, policy=self.policy, prevent_cse=False),
-            variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
-            split_rngs={"params": True},
-            length=self.length,
-        )
-        return scanned(self.op)(x, None)[0]
-
-
-class Linear(nn.Module):
-    op: Any
-
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.relu(nn.Dense(x.shape[-1], dtype=jnp.bfloat16, dot_general_cls=self.op)(x)), None
-
-
-KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
-
-
-def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16():
-    """Each layer is recomputed, from its FP8 operands where there are some."""
-    plain, ours = (
-        fp8.audit(*step_of(Stack(Linear, 8, op, policy), struct(4096, 1024)))
-        for op, policy in ((None, None), (fp8.Fp8DotGeneralOp, KEPT_IN_FP8))
-    )
-    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
-    assert {g.trip_count for g in ours.gemms} == {8}
-    assert ours.flops == plain.flops
-    assert ours.temp_bytes <= 0.9 * plain.temp_bytes
-
-
-class OfTransformer(nn.Module):
-    op: Any
-
-    @nn.compact
-    def __call__(self, x, _):
-        return llama.Layer(self.op)(x).astype(x.dtype), None
-
-
-def test_of_layers_under_scan_and_remat():
-    """The step in bfloat16 runs 345 kernels."""
-    x = struct(8192, 1024, dtype=jnp.float32)
-    _, found, _ = compiled(*step_of(Stack(OfTransformer, 4, fp8.Fp8DotGeneralOp), x))
-    assert sum(kernel.trip_count for kernel in found) <= 740

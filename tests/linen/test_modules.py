@@ -18,7 +18,6 @@ from tests.cases import (
     CONTRACTIONS,
     NO_BATCH,
     OWG,
-    cells,
     data,
     error_of_product,
     init,
@@ -92,8 +91,7 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
     op, dims = fp8.Fp8DotGeneralOp(recipe=recipe, form=form), (((1,), (0,)), NO_BATCH)
     expected = reference.DenseStep(
         3,
-        fp8_format.forward_dtype.name,
-        fp8_format.backward_dtype.name,
+        *(dtype.name for dtype in fp8_format.value),
         round_operands=form == "qdq",
         **options,
     )
@@ -117,24 +115,13 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
             np.testing.assert_array_equal(state[f"{role}_amax_history"], expected.history[role])
 
 
-class Attention(nn.Module):
-    dot_general_cls: object = None
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.MultiHeadDotProductAttention(
-            2, qkv_dot_general_cls=self.dot_general_cls, out_dot_general_cls=self.dot_general_cls
-        )(x)
-
-
 LAYERS = {
     "DenseGeneral": partial(nn.DenseGeneral, (2, 3), axis=(-2, -1)),
     "DenseGeneral with batch": partial(nn.DenseGeneral, 5, axis=-1, batch_dims=(0,)),
-    "MultiHeadDotProductAttention": Attention,
 }
 
 
-@pytest.mark.parametrize("layer", cells(LAYERS, repeated=["MultiHeadDotProductAttention"]))
+@pytest.mark.parametrize("layer", LAYERS)
 def test_injected_into_layers(layer):
     x = normal(0, 3, 5, 6)
     plain, with_fp8 = LAYERS[layer](), LAYERS[layer](dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -164,12 +151,8 @@ def test_injected_into_layers(layer):
         variables = {"params": variables["params"], OWG: grads[OWG]}
     plain_grads, plain_out = step(jax.grad, plain)(plain_variables)
     assert 1e-4 < relative_error(out, plain_out) < 0.08
-    for (path, ours), theirs in zip(
-        jax.tree_util.tree_flatten_with_path(grads["params"])[0], jax.tree.leaves(plain_grads["params"])
-    ):
-        # The bias of the keys shifts all logits of a query alike, so its true gradient is 0.
-        if "'key']['bias'" not in jax.tree_util.keystr(path):
-            assert relative_error(ours, theirs) < 0.2, path
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads["params"], plain_grads["params"]))):
+        assert relative_error(ours, theirs) < 0.2
 
 
 class TestFp8Einsum:
@@ -253,15 +236,19 @@ class TestArguments:
         op = fp8.Fp8DotGeneralOp()
         return op.init_with_output(jax.random.key(0), *args, **kwargs)[0]
 
-    def dtype_of(self, *args, **kwargs):
-        return jax.eval_shape(lambda: self.apply(*args, **kwargs)).dtype
-
-    def test_preferred_element_type_keeps_the_gradients_dtypes(self):
+    @pytest.mark.parametrize("dtype", [None, jnp.float32])
+    def test_preferred_element_type_keeps_the_gradients_dtypes(self, dtype):
         op = fp8.Fp8DotGeneralOp()
         variables = init(op, self.x, self.w, self.dims)
-        grads = jax.jit(
-            jax.grad(lambda x, w: jnp.sum(op.apply(variables, x, w, self.dims, None, jnp.float32)), (0, 1))
-        )(self.x, self.w)
+
+        def loss(x, w):
+            out = op.apply(
+                variables, lhs=x, rhs=w, dimension_numbers=self.dims, preferred_element_type=dtype
+            )
+            return jnp.sum(out).astype(jnp.float32), out
+
+        grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(self.x, self.w)
+        assert out.dtype == (dtype or jnp.bfloat16)
         assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
 
     def test_a_wrong_preferred_element_type_is_refused(self):
@@ -287,11 +274,6 @@ class TestArguments:
         found = [line.split("precision=")[1] for line in jaxpr.splitlines() if "precision=" in line]
         names = [("HIGHEST" if "HIGHEST" in f else "HIGH" if "HIGH" in f else "DEFAULT") for f in found]
         assert sorted(names) == sorted([forward, backward, backward])
-
-    def test_mixed_widths_promote_as_in_lax(self):
-        with jax.numpy_dtype_promotion("standard"):
-            args = (self.x, self.w.astype(jnp.float32), self.dims)
-            assert self.dtype_of(*args) == lax.dot_general(*args).dtype
 
     @pytest.mark.parametrize(("side", "dtype"), [("lhs", jnp.int32), ("rhs", jnp.float8_e4m3fn)])
     def test_other_operands_are_refused(self, side, dtype):

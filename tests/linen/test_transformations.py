@@ -384,44 +384,6 @@ def test_second_derivatives(recipe, cell):
     cell("transformations", REFUSED[1], recipe, seen)
 
 
-@pytest.mark.long
-def test_second_derivatives_are_those_of_the_wide_model():
-    """A Hessian-vector product and a gradient penalty are right but for the rounding to FP8."""
-    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4), form="qdq")
-    x = normal(0, 32, 16)
-    model, wide = (
-        nn.Sequential((nn.Dense(32, dot_general_cls=cls), nn.tanh, nn.Dense(1, dot_general_cls=cls)))
-        for cls in (op, None)
-    )
-    variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
-    # So large that FP8 could not hold the derivatives along it.
-    tangent = jax.tree.map(lambda p: 1e4 * normal(p.size, *p.shape), variables["params"])
-
-    def hessian_vector_product(grad, model, variables):
-        def along_tangent(params):
-            grads = grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, x) ** 2))(params)
-            return sum(map(jnp.vdot, jax.tree.leaves(grads), jax.tree.leaves(tangent)))
-
-        return jax.grad(along_tangent)(variables["params"])
-
-    def gradient_penalty(grad, model, variables):
-        def squared_norm(variables):
-            return jnp.sum(jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(x) ** 2)
-
-        return grad(squared_norm)(variables)["params"]
-
-    @partial(jax.jit, static_argnums=(0, 1))
-    def both(grad, model, variables):
-        return [f(grad, model, variables) for f in (hessian_vector_product, gradient_penalty)]
-
-    expected = both(jax.grad, wide, {"params": variables["params"]})
-    for grad in (jax.grad, fp8.grad):
-        for params, wide_params in zip(both(grad, model, variables), expected):
-            for layer in ("layers_0", "layers_2"):
-                kernel, wide_kernel = params[layer]["kernel"], wide_params[layer]["kernel"]
-                assert np.linalg.norm(kernel - wide_kernel) < 0.08 * np.linalg.norm(wide_kernel)
-
-
 # Sorted by layer and recipe, so that the references of a case are compiled once.
 def test_rows_of_the_page(request):
     if not request.config.getoption("--write-table"):

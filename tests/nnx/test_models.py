@@ -1,7 +1,5 @@
 """``quantize_model`` of NNX gives ops to layers by rules, and reports them."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,47 +186,6 @@ def test_ops_by_hand_keep_recipe_and_state_unless_a_rule_names_them():
     assert replaced.layers[2].query.dot_general.recipe == SHORT
 
 
-def test_a_dict_of_layers_gets_no_item():
-    layers = nnx.Dict(a=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
-    model8 = fp8nnx.quantize_model(layers, include=".*")
-    assert list(model8) == ["a"]
-    assert model8["a"].dot_general._scope == "a"
-
-
-def test_report_lists_what_runs_also_in_a_part():
-    class Own(nnx.Linear):
-        def __call__(self, x):
-            return x @ self.kernel[...]
-
-    model = nnx.Sequential(Own(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
-    model8 = fp8nnx.quantize_model(model, include=".*")
-    report = fp8nnx.report(model8, jnp.ones((8, 32)))
-    rows = {row.path: (row.count, row.flops, row.converted, row.reason[:15]) for row in report.rows}
-    flops = 2 * 8 * 32 * 32
-    assert rows == {
-        "layers/0": (1, flops, False, "written out by "),
-        "layers/1": (1, flops, True, "by include '.*'"),
-    }
-    part = fp8nnx.report(model8.layers[1], jnp.ones((8, 32)))
-    assert [(row.path, row.reason) for row in part.rows] == [("", "by include '.*'")]
-
-
-@pytest.mark.long
-def test_statistics_name_layers():
-    rngs, by_hand = nnx.Rngs(0), fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
-    model = nnx.Sequential(nnx.Linear(16, 16, dot_general=by_hand, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))
-    x = normal(0, 4, 16)
-
-    def measure(model):
-        graphdef, state = nnx.split(model)
-        return fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2))(state)
-
-    with pytest.raises(ValueError, match="path of each op"):
-        measure(model)
-    model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
-    assert set(measure(model8)) == {"layers/0", "layers/1"}
-
-
 def test_the_model_stays_as_it_is_and_arrays_are_shared():
     model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
     model8 = fp8nnx.quantize_model(model, include=".*")
@@ -243,22 +200,6 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
         assert OWG not in to_linen(fp8nnx.quantize_model(model, include=".*"))
     graphdef, _ = nnx.split(model8)
     assert hash(graphdef) == hash(nnx.graphdef(fp8nnx.quantize_model(model, include=".*")))
-
-
-@pytest.mark.long
-def test_stacked_layers():
-    """Their state is stacked like their kernels, and equals that of each layer alone."""
-    make = partial(nnx.Linear, 16, 16)
-    keys = jax.random.split(jax.random.key(0), 3)
-    stacked = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(keys)
-    model8 = fp8nnx.quantize_model(stacked, SHORT, include=".*")
-    assert model8.dot_general.kernel_amax_history.shape == (3, 4)
-    x = normal(0, 3, 5, 16)
-    out = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, 0))(model8, x)
-    for i in range(3):
-        one = make(rngs=nnx.Rngs(0), dot_general=fp8nnx.Fp8DotGeneralOp(recipe=SHORT))
-        nnx.update(one, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(model8)))
-        np.testing.assert_array_equal(out[i], one(x[i]))
 
 
 def test_report(block):

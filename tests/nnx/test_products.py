@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import cells, normal
+from tests.cases import normal
 
 OWG = fp8nnx.OverwriteWithGradient
 X = normal(0, 4, 8)
@@ -73,6 +73,7 @@ class TestOwn:
         assert_in_fp8(model8, Own(), X)
         np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(model8, X), jax.jit(model8)(X))
 
+    @pytest.mark.long
     def test_gradients_and_states(self, model8):
         grads = nnx.jit(fp8nnx.grad(lambda m: jnp.sum(m(X) ** 2)))(model8)
         found = {path: x for path, x in histories(grads).items() if path.endswith("amax_history")}
@@ -130,15 +131,11 @@ class Stack(nnx.Module):
     def __call__(self, x):
         if self.how == "vmap":
             return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.blocks, x).sum(0)
-
-        def step(x, block):
-            run = nnx.remat(lambda block, x: block(x)) if self.how == "remat" else lambda block, x: block(x)
-            return run(block, x)
-
+        step = nnx.remat(lambda x, block: block(x))
         return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
 
-@pytest.mark.parametrize("how", cells(["scan", "remat", "vmap"], repeated=["remat", "vmap"]))
+@pytest.mark.parametrize("how", ["remat in scan", pytest.param("vmap", marks=pytest.mark.long)])
 def test_stacked_modules(how):
     model = Stack(how)
     model8 = fp8.quantize_model(model, X, include=".*")

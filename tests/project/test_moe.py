@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import OWG, cells, normal
+from tests.cases import OWG, normal
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL)
 TOKENS, EXPERTS, WIDTH, HIDDEN = 11, 4, 8, 6
@@ -33,13 +32,13 @@ def run(names, *blocks):
 
 
 @pytest.fixture(scope="module")
-def linen():
-    return run({"__name__": "page"}, *BLOCKS[:2])
+def routing():
+    return run({"__name__": "page"}, BLOCKS[0])
 
 
 @pytest.fixture(scope="module")
-def mixture(linen):
-    return linen["mixture"]
+def linen(routing):
+    return run(dict(routing), BLOCKS[1])
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,8 @@ def in_nnx(linen):
     return run(dict(linen), BLOCKS[2])
 
 
-@pytest.mark.parametrize("top_k", cells([1, 2, EXPERTS], repeated=[EXPERTS]))
-def test_it_is_a_loop_over_experts(mixture, top_k):
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_it_is_a_loop_over_experts(routing, top_k):
     """Values and gradients, beside a program that multiplies every token by every expert."""
     tokens, logits = normal(0, TOKENS, WIDTH), normal(1, TOKENS, EXPERTS)
     up, down = normal(2, EXPERTS, WIDTH, HIDDEN), normal(3, EXPERTS, HIDDEN, WIDTH)
@@ -57,7 +56,7 @@ def test_it_is_a_loop_over_experts(mixture, top_k):
         def experts(rows, sizes):
             return jax.lax.ragged_dot(jnp.sin(jax.lax.ragged_dot(rows, up, sizes)), down, sizes)
 
-        out, balance = mixture(tokens, logits, top_k, experts)
+        out, balance = routing["mixture"](tokens, logits, top_k, experts)
         return jnp.sum(jnp.sin(out)) + balance, (out, balance)
 
     def by_expert(tokens, logits, up, down):
@@ -77,16 +76,7 @@ def test_it_is_a_loop_over_experts(mixture, top_k):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
-def test_the_balance_is_one_if_all_experts_are_used_equally(mixture):
-    rows = jnp.tile(jnp.arange(EXPERTS), 2)
-    for logits, expected in (
-        (10 * jnp.eye(EXPERTS)[rows], 1.0),
-        (10 * jnp.eye(EXPERTS)[0 * rows], EXPERTS),
-    ):
-        _, balance = mixture(jnp.ones((8, WIDTH)), logits, 1, lambda rows, sizes: rows)
-        np.testing.assert_allclose(balance, expected, rtol=1e-3)
-
-
+@pytest.mark.long
 def test_the_linen_layer_trains(linen):
     """Each gradient in FP8 is near that in bf16, but not equal to it; the loss is halved in 30 steps."""
     model, x, y, step, state = (linen[name] for name in ("model", "x", "y", "train_step", "state"))
@@ -114,6 +104,7 @@ def test_the_linen_layer_trains(linen):
         assert np.count_nonzero(op["output_grad_amax_history"]) == 31  # the page trains a step, too
 
 
+@pytest.mark.long
 def test_the_nnx_layer_trains(in_nnx):
     model, optimizer, x, y, step = (in_nnx[name] for name in ("model", "optimizer", "x", "y", "train_step"))
     losses = [float(step(model, optimizer, x, y)) for _ in range(30)]
@@ -121,17 +112,6 @@ def test_the_nnx_layer_trains(in_nnx):
     for experts in (model.up, model.down):
         assert len(np.unique(experts.op.kernel_scale.get_value())) > 1
         assert np.count_nonzero(experts.op.output_grad_amax_history.get_value()) == 31
-
-
-@pytest.mark.long
-def test_linen_and_nnx_give_the_same(linen, in_nnx):
-    model, x = in_nnx["MoE"](4, 64, 128, rngs=nnx.Rngs(0)), linen["x"]
-    variables = linen["variables"]
-    for name, param in variables["params"].items():
-        getattr(model, name).kernel.set_value(param["kernel"])
-    actual, expected = nnx.jit(lambda model: model(x))(model), linen["model"].apply(variables, x)
-    close = partial(np.testing.assert_allclose, rtol=0.01, atol=0.01)  # rounded to bf16
-    jax.tree.map(lambda a, b: close(a.astype(jnp.float32), b.astype(jnp.float32)), actual, expected)
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 README, IN_CHINESE = "README.md", "README.zh-CN.md"
 # test_loops.py, test_moe.py and test_migrating.py run the code of these pages.
 ELSEWHERE = ("docs/loops.md", "docs/moe.md", "docs/migrating.md", IN_CHINESE)
-FAST = ("docs/installation.md", "docs/recipes.md")
 
 
 def examples_of(text):
@@ -24,18 +23,13 @@ def examples_of(text):
 WITH_CODE = [page for page, text in PAGES.items() if page not in ELSEWHERE and examples_of(text)]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=() if page in FAST else pytest.mark.long) for page in WITH_CODE]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_examples_run_in_order(page):
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for example in examples_of(PAGES[page]):
             exec(compile(example, page, "exec"), namespace)
-
-
-def test_the_readme_is_short():
-    assert len(PAGES[README].splitlines()) <= 120
 
 
 def test_the_chinese_readme_has_the_same_blocks_of_code():

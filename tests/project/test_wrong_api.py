@@ -93,18 +93,6 @@ def test_what_stays_allowed():
     assert bridged.apply(bridged.init(KEY, X), X).shape == (4, 8)
 
 
-def test_a_recipe_as_an_attribute_of_a_module():
-    """Flax wraps callable attributes of a module's class as methods, so a recipe must not be callable."""
-
-    class Model(nn.Module):
-        recipe = CURRENT
-
-        def __call__(self, x):
-            return self.recipe
-
-    assert Model().apply({}, X) == CURRENT
-
-
 @pytest.mark.parametrize(
     "tx",
     [

@@ -1,9 +1,6 @@
 """``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import flax.linen as nn
@@ -20,11 +17,10 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import compile_target
 from tests import reference
-from tests.cases import OWG, RECIPES, cells, flat, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, flat, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
-WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
 
 
 def frozen_alike(model8, variables, x, *inputs):
@@ -40,21 +36,16 @@ def narrow(served):
     return {path.rpartition("/")[2] for path, x in flat(served["params"]).items() if x.dtype == E4M3}
 
 
-CASES = [
-    *((name, "delayed") for name in MODELS),
-    *(("scan", recipe) for recipe in RECIPES if recipe != "delayed"),
-    ("vmap", "axiswise"),
-]
-REPEATED = [
-    *((name, "delayed") for name in MODELS if name not in ("layers", "own", "scan", "jit and cond")),
-    *(("scan", recipe) for recipe in ("current", "axiswise", "mxfp8")),
-]
-
-
 @pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:These layers were not calibrated", "ignore:These scales are frozen")
-@WIDE  # a convolution
-@pytest.mark.parametrize(("name", "recipe"), cells(CASES, repeated=REPEATED))
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, "delayed") for name in ("layers", "own", "scan", "jit and cond")),
+        ("scan", "block128"),
+        ("vmap", "axiswise"),
+    ],
+)
 def test_same_logits(name, recipe):
     model, _, _ = MODELS[name]
     x = normal(0, 2, 4, 8)
@@ -63,11 +54,9 @@ def test_same_logits(name, recipe):
     assert list(served) == ["params"]
     # Every kernel is in its old place, in FP8, with its scale beside it.
     before, after = flat(variables["params"]), flat(served["params"])
-    is_stored = name != "patches"  # a convolution
     for path, leaf in before.items():
         assert after[path].shape == leaf.shape
-        is_kernel = is_stored and not path.endswith("bias")
-        assert after[path].dtype == (E4M3 if is_kernel else leaf.dtype), path
+        assert after[path].dtype == (leaf.dtype if path.endswith("bias") else E4M3), path
     added = {path.rpartition("/")[2] for path in set(after) - set(before)}
     expected = ["kernel_scale"] + ["input_scale"] * (recipe == "delayed")
     assert sorted(added) == sorted(expected)
@@ -109,9 +98,9 @@ def test_the_codes_are_those_of_the_newest_scale():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
-def test_half_way_between_two_codes(dtype):
+def test_half_way_between_two_codes():
     """The trained and the frozen model round a value as NumPy's quotient does."""
+    dtype = jnp.float16
     (x, x_scale), (kernel, kernel_scale) = ties(0, 8, 64, dtype=dtype), ties(10, 64, 16, dtype=dtype)
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
     model = nn.Dense(16, dtype=dtype, use_bias=False, dot_general_cls=op)
@@ -215,15 +204,6 @@ class BothHeads(nn.Module):
         return heads(x, 0) + 2 * jnp.tanh(heads(x, 1))
 
 
-class NormInSetup(nn.Module):
-    def setup(self):
-        self.w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-        self.norm = jnp.linalg.norm(self.w)
-
-    def __call__(self, x):
-        return x @ self.w / self.norm
-
-
 class Penalized(nn.Module):
     def setup(self):
         self.layer = nn.Dense(8)
@@ -233,19 +213,6 @@ class Penalized(nn.Module):
 
     def penalty(self):
         return jnp.sum(self.layer.variables["params"]["kernel"] ** 2)
-
-
-class Methods(nn.Module):
-    """A model that uses its second layer in another method only."""
-
-    def setup(self):
-        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
-
-    def __call__(self, x):
-        return self.first(x)
-
-    def both(self, x):
-        return self.second(self.first(x))
 
 
 class Parts(nn.Module):
@@ -309,7 +276,6 @@ STAYS = {
     "tied": (TiedEmbedding(), "delayed", {"kernel"}, {"Embed_0/embedding": READ}),
     "hidden": (ReadTwice(), "current", {"alone"}, dict.fromkeys(HIDDEN, READ)),
     "two kernels": (BothHeads(), "delayed", set(), {"OneOp_0/w0": PART, "OneOp_0/w1": PART}),
-    "setup": (NormInSetup(), "delayed", set(), {"w": READ}),
     "stacked parts": (StackOfParts(), "axiswise", {"twice"}, OF_PARTS),
     "others": (
         NotAsAWhole(),
@@ -378,15 +344,6 @@ class TestOtherCalls:
         model8.apply(variables, method="penalty")
         with pytest.warns(UserWarning, match=READ):
             assert not narrow(fp8.freeze(model8, variables)[1])
-
-    def test_a_layer_of_another_method(self):
-        """It is stored after a call of that method."""
-        variables = Methods().init(jax.random.key(0), self.x, method="both")
-        model8 = fp8.quantize_model(Methods(), RECIPES["current"], **ALL)
-        for method, count in (("__call__", 1), ("both", 2)):
-            model8.apply(variables, self.x, method=method)
-            served = fp8.freeze(model8, variables)[1]["params"]
-            assert sum(x.dtype == E4M3 for x in jax.tree.leaves(served)) == count
 
 
 def test_sharded_parameters_stay_where_they_are():
@@ -501,69 +458,29 @@ def test_goes_by_the_variables_it_is_given():
             np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
 
 
-@pytest.fixture(scope="module")
-def models():
-    model8, variables = trained(LanguageModel(layers=1), TOKENS)
-    decoder = fp8.quantize_model(LanguageModel(layers=1, decode=True), **ALL)
-    cache = variables_of(decoder, jnp.zeros_like(TOKENS))["cache"]
-    return model8, decoder, variables, cache
-
-
+@pytest.mark.long
 @pytest.mark.newest
-class TestDecoding:
-    def decode(self, model, variables, steps=8):
-        """Returns the logits of one token after the other, by one compiled step."""
+def test_decoding():
+    """One token after the other: a frozen decoder has the bits of the decoder in training."""
+    _, variables = trained(LanguageModel(layers=1), TOKENS)
+    decoder = fp8.quantize_model(LanguageModel(layers=1, decode=True), **ALL)
+    variables = {**variables, "cache": variables_of(decoder, jnp.zeros_like(TOKENS))["cache"]}
 
+    def decoded(model, variables):
         @jax.jit
         def step(variables, token):
             logits, changed = model.apply(variables, token, mutable=["cache"])
             return logits, {**variables, **changed}
 
         logits = []
-        for i in range(steps):
+        for i in range(TOKENS.shape[1]):
             out, variables = step(variables, TOKENS[:, i : i + 1])
             logits.append(out)
         assert step._cache_size() == 1
-        return np.concatenate(logits, 1), variables["cache"]
+        return np.concatenate(logits, 1)
 
-    @pytest.mark.long
-    def test_like_the_whole_sequence(self, models):
-        model8, decoder, variables, cache = models
-        whole = jax.jit(model8.apply)(variables, TOKENS)
-        out, _ = self.decode(decoder, {**variables, "cache": cache})
-        serve, served = fp8.freeze(decoder, {**variables, "cache": cache}, TOKENS[:, :1])
-        assert OWG not in served
-        frozen, _ = self.decode(serve, served)
-        np.testing.assert_array_equal(frozen, out)
-        # Attention sums in another order, so a value may round to another code.
-        np.testing.assert_allclose(out, whole, atol=0.3)
-        assert np.mean(np.abs(out - whole)) < 0.02
-
-
-@pytest.mark.long
-def test_export_to_a_new_process(tmp_path):
-    """Another process runs the exported program with JAX alone, without this package and the model."""
-    x = np.asarray(normal(0, 2, 4, 8))
-    model8, variables = trained(Attention(), x)
-    serve, served = fp8.freeze(model8, variables)
-    exported = jax.export.export(jax.jit(serve.apply))(served, x)
-    leaves, _ = jax.tree.flatten((served, x))
-    bits = [np.asarray(leaf).view(np.uint8) if leaf.dtype == E4M3 else np.asarray(leaf) for leaf in leaves]
-    np.savez(tmp_path / "inputs.npz", *bits)
-    (tmp_path / "model.bin").write_bytes(exported.serialize())
-    program = """
-import sys
-import jax, jax.export, ml_dtypes, numpy as np
-exported = jax.export.deserialize(bytearray(open("model.bin", "rb").read()))
-arrays = np.load("inputs.npz")
-leaves = [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
-leaves = [x.view(ml_dtypes.float8_e4m3fn) if x.dtype == np.uint8 else x for x in leaves]
-(args, kwargs) = jax.tree.unflatten(exported.in_tree, leaves)
-np.save("out.npy", exported.call(*args, **kwargs))
-assert not {"fp8flax", "flax"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=os.environ, timeout=300)
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), jax.jit(model8.apply)(variables, x))
+    frozen = fp8.freeze(decoder, variables, TOKENS[:, :1])
+    np.testing.assert_array_equal(decoded(*frozen), decoded(decoder, variables))
 
 
 @pytest.mark.parametrize(
@@ -618,28 +535,23 @@ def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, 
 
 
 class Decaying(nn.Module):
-    """A mean over calls in the collection ``cache``: an array in a box, or a tuple with a counter."""
-
-    boxed: bool
+    """A mean over calls in the collection ``cache``, in a box, and a tuple with a counter."""
 
     @nn.compact
     def __call__(self, x):
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
         y = nn.Dense(4, kernel_init=init)(x)
-        if self.boxed:
-            mean = self.variable("cache", "mean", nn.with_partitioning(jnp.zeros, ("model",)), 4)
-            mean.value = (mean.value + y.mean(0)) / 2
-            return mean.value
-        mean = self.variable("cache", "mean", lambda: (jnp.zeros(4), jnp.zeros((), jnp.int32)))
-        mean.value = (mean.value[0] + y.mean(0)) / 2, mean.value[1] + 1
-        return mean.value[0]
+        mean = self.variable("cache", "mean", nn.with_partitioning(jnp.zeros, ("model",)), 4)
+        mean.value = (mean.value + y.mean(0)) / 2
+        count = self.variable("cache", "count", lambda: (jnp.zeros((), jnp.int32),))
+        count.value = (count.value[0] + 1,)
+        return mean.value
 
 
-@pytest.mark.parametrize("boxed", [True, False], ids=["box", "tuple"])
-def test_other_collections_keep_their_structure(boxed):
+def test_other_collections_keep_their_structure():
     """``init``, ``freeze`` and each call of the frozen model return the same structure and dtypes."""
     x = normal(0, 4, 8)
-    model8 = fp8.quantize_model(Decaying(boxed), RECIPES["current"], **ALL)
+    model8 = fp8.quantize_model(Decaying(), RECIPES["current"], **ALL)
     variables = variables_of(model8, x)
     serve, served = fp8.freeze(model8, variables)
     assert (

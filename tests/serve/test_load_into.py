@@ -44,7 +44,7 @@ def wide_kernel(params, name, scale_rows, scale_columns):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "block128", "mxfp8"])
 def test_own_files(recipe, tmp_path):
     """The file of a frozen model loads bit for bit into that model, and dequantized into a wide one."""
     rename = None if recipe == "block128" else TO_HUB
@@ -153,18 +153,15 @@ def dense(dtype=jnp.float32, shape=(300, 200)):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_wide_variables(dtype, tmp_path):
-    loaded = fp8.load_into(dense(dtype), read(tmp_path, SQUARE))["params"]["up"]
+@pytest.mark.parametrize("features", [(200,), (4, 50)])
+def test_wide_variables(features, dtype, tmp_path):
+    variables = dense(dtype, shape=(300, *features))
+    variables["params"]["up"]["bias"] = jax.ShapeDtypeStruct((200,), dtype)
+    loaded = fp8.load_into(variables, read(tmp_path, SQUARE))["params"]["up"]
     expected = in_blocks(LAYER["up.weight"], SQUARE["up.weight_scale_inv"], 128, 128).T
-    np.testing.assert_array_equal(loaded["kernel"], expected.astype(dtype))
+    np.testing.assert_array_equal(loaded["kernel"], expected.astype(dtype).reshape(300, *features))
     np.testing.assert_array_equal(loaded["bias"], LAYER["up.bias"].astype(dtype))
     assert isinstance(loaded["kernel"], jax.Array)
-
-
-def test_several_output_dimensions(tmp_path):
-    kernel = fp8.load_into(dense(shape=(300, 4, 50)), read(tmp_path, SQUARE))["params"]["up"]["kernel"]
-    expected = in_blocks(LAYER["up.weight"], SQUARE["up.weight_scale_inv"], 128, 128)
-    np.testing.assert_array_equal(kernel[:, 3, 7], expected[157])
 
 
 def test_embeddings_are_not_transposed(tmp_path):
@@ -261,6 +258,10 @@ def layer_of(kernel, **others):
     return {"params": {"up": {"kernel": jnp.zeros(*kernel), **others}}}
 
 
+def frozen_layer(**others):
+    return layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **others)
+
+
 CONV = {"up.weight": scales_of(0, 3, 3, 3, 3)}
 STACK = {"up.weight": scales_of(0, 2, 3, 3)}
 OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
@@ -290,27 +291,19 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
         ),
         (
             {**CHANNEL, "up.weight": LAYER["up.weight"].view(ml_dtypes.float8_e5m2)},
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP),
+            frozen_layer(**OP),
             "must be float8_e4m3fn, and is float8_e5m2",
         ),
-        (SQUARE, layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP), "recipe of the checkpoint"),
+        (SQUARE, frozen_layer(**OP), "recipe of the checkpoint"),
+        (CHANNEL, frozen_layer(Op_0={"kernel_scale": jnp.zeros((1, 2, 3))}), "recipe of the checkpoint"),
         (
             CHANNEL,
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_0={"kernel_scale": jnp.zeros((1, 2, 3))}),
-            "recipe of the checkpoint",
-        ),
-        (
-            CHANNEL,
-            layer_of(
-                ((300, 200), E4M3),
-                bias=jnp.zeros(200),
-                Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)},
-            ),
+            frozen_layer(Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)}),
             "input_scale of the frozen model is",
         ),
         (
             CHANNEL,
-            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
+            frozen_layer(Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
             "one frozen kernel with one scale",
         ),
     ],
@@ -370,26 +363,17 @@ def test_nnx_keeps_its_scaling_state(tmp_path):
 
 
 def test_nnx_below_adapters(tmp_path):
-    """The codes of a frozen NNX model come from the file, and its adapter stays and is trained."""
-    x = normal(0, 4, 300)
-    model = Adapted(fp8.Float8CurrentScaling(granularity="axiswise"))
-    wide, frozen = nnx.clone(model), fp8nnx.freeze(model, x)
+    """The codes of a frozen NNX model come from the file, and its adapter stays."""
+    frozen = fp8nnx.freeze(Adapted(fp8.Float8CurrentScaling(granularity="axiswise")), normal(0, 4, 300))
     checkpoint = read(tmp_path, CHANNEL)
-    base = nnx.Not(nnx.LoRAParam)
     before = nnx.to_flat_state(nnx.state(frozen, nnx.LoRAParam))
-    nnx.update(frozen, fp8.load_into(nnx.state(frozen, base), checkpoint))
-    nnx.update(wide, fp8.load_into(nnx.state(wide, base), checkpoint))
+    nnx.update(frozen, fp8.load_into(nnx.state(frozen, nnx.Not(nnx.LoRAParam)), checkpoint))
     np.testing.assert_array_equal(frozen.up.kernel.get_value(), LAYER["up.weight"].T)
     np.testing.assert_array_equal(
         frozen.up.dot_general.kernel_scale.get_value(), CHANNEL["up.weight_scale"].T
     )
-    expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
-    np.testing.assert_array_equal(wide.up.kernel.get_value(), expected.T)
     for (_, old), (_, new) in zip(before, nnx.to_flat_state(nnx.state(frozen, nnx.LoRAParam))):
         np.testing.assert_array_equal(old.get_value(), new.get_value())
-    gradient = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(frozen, x)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
@@ -458,28 +442,21 @@ TO_LLAMA = {
 }
 
 
-def llama(model, include):
-    """Returns the checkpoint, its tokens and its logits, and the wide and the frozen model."""
-    folder = Path(__file__).parent / "files" / "transformers_llama"
-    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
-    checkpoint, tokens = fp8.read_checkpoint(folder), expected["tokens"].astype(np.int32)
-    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=include)
-    variables = jax.jit(model8.init)(jax.random.key(0), tokens)
-    served_model, served = fp8.freeze(model8, variables, weight_only=True)
-    return checkpoint, tokens, expected["logits"], (model, variables), (served_model, served)
-
-
 @pytest.mark.long
 def test_logits_of_a_llama(tmp_path):
     """The wide and the frozen Llama have the logits that transformers computes from the same folder.
 
     ``save_safetensors`` writes the same codes and scales under the same names.
     """
-    checkpoint, tokens, expected, *models = llama(Llama(), ".*proj")
-    for model, variables in models:
-        loaded = fp8.load_into(variables, checkpoint, rename=TO_LLAMA)
-        logits = model.apply(loaded, tokens)
-        error = np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
+    folder = Path(__file__).parent / "files" / "transformers_llama"
+    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
+    checkpoint, tokens = fp8.read_checkpoint(folder), expected["tokens"].astype(np.int32)
+    model8 = fp8.quantize_model(Llama(), fp8.Float8CurrentScaling(), include=".*proj")
+    variables = jax.jit(model8.init)(jax.random.key(0), tokens)
+    for model, target in ((Llama(), variables), fp8.freeze(model8, variables, weight_only=True)):
+        loaded = fp8.load_into(target, checkpoint, rename=TO_LLAMA)
+        error = np.abs(model.apply(loaded, tokens) - expected["logits"]).max()
+        error /= np.abs(expected["logits"]).max()
         assert error < 1e-5
     fp8.save_safetensors(tmp_path / "file", model, loaded, rename=TO_LLAMA)
     written = fp8.read_checkpoint(tmp_path / "file")

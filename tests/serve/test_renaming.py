@@ -40,14 +40,10 @@ RENAMED = {
 TOKENS = np.zeros((2, 3), np.int32)
 
 
-def frozen(recipe, include="layers", **options):
-    model8 = fp8.quantize_model(Net(), RECIPES[recipe], include=include)
-    return fp8.freeze(model8, variables_of(model8, TOKENS), **options)
-
-
 @pytest.fixture(scope="module")
 def served():
-    return frozen("current")
+    model8 = fp8.quantize_model(Net(), RECIPES["current"], include="layers")
+    return fp8.freeze(model8, variables_of(model8, TOKENS))
 
 
 @pytest.fixture(name="save")
@@ -56,16 +52,11 @@ def save_in(served, tmp_path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("kind", ["patterns", "callable"])
-def test_renamed(kind, served, save, tmp_path):
-    def name_of(name):
-        name = name.replace("layers_", "model.layers.").replace("embed.embedding", "model.embed.weight")
-        return name.replace("gate.kernel", "gate.weight")
-
+def test_renamed(served, save, tmp_path):
     path = tmp_path / "model.safetensors"
     save()
     original, _ = read(path)
-    save(rename=TO_TORCH if kind == "patterns" else name_of)
+    save(rename=TO_TORCH)
     tensors, config = read(path)
     assert set(tensors) == RENAMED
     for i in "01":
@@ -125,17 +116,6 @@ def test_config(save, tmp_path):
     assert written == {**quantization, "ignore": ["gate", "lm", "lm_head", "wide"]}
 
 
-def test_config_of_blocks(tmp_path):
-    fp8.save_safetensors(
-        tmp_path / "model",
-        *frozen("block128"),
-        config={"tie_word_embeddings": True},
-        rename={"gate": "router"},
-    )
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert written["modules_to_not_convert"] == ["head", "lm_head", "router", "wide"]
-
-
 TENSOR = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
 E5M2 = fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)
 CHANNEL = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise")
@@ -171,11 +151,15 @@ def test_convolutions(tmp_path):
     np.testing.assert_array_equal(tensors["kernel"], served["params"]["kernel"])
 
 
-def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
-    recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=TENSOR, rhs=CHANNEL))
-    model8 = fp8.quantize_model(Net(), recipe, include="layers")
-    model, served = fp8.freeze(model8, variables_of(model8, TOKENS))
-    fp8.save_safetensors(tmp_path / "model", model, served, config=CONFIG)
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    group = config["config_groups"]["group_0"]
+def test_configs(tmp_path):
+    mixed = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=TENSOR, rhs=CHANNEL))
+    configs = []
+    for recipe in (mixed, RECIPES["block128"]):
+        model8 = fp8.quantize_model(Net(), recipe, include="layers")
+        model, served = fp8.freeze(model8, variables_of(model8, TOKENS))
+        options = {"config": {"tie_word_embeddings": True}, "rename": {"gate": "router"}}
+        fp8.save_safetensors(tmp_path / "model", model, served, **options)
+        configs.append(json.loads((tmp_path / "config.json").read_text())["quantization_config"])
+    group = configs[0]["config_groups"]["group_0"]
     assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "tensor")
+    assert configs[1]["modules_to_not_convert"] == ["head", "lm_head", "router", "wide"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import cells, normal, variables_of
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -107,8 +107,7 @@ def test_options_of_the_recipe(recipe):
     np.testing.assert_allclose(state["input_scale"], [expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("positive", cells([True, False], repeated=[False]), ids=["relu", "signed"])
-def test_11_the_first_step(positive):
+def test_11_the_first_step():
     """Without calibration, inputs with amax 3,900 and gradients of 1e-5 lose half of the result or more."""
     layer, plain = nn.Dense(64, dot_general_cls=Op, use_bias=False), nn.Dense(64, use_bias=False)
     current = nn.Dense(
@@ -116,9 +115,7 @@ def test_11_the_first_step(positive):
     )
     key = jax.random.key(3)
     x = jax.random.normal(key, (256, 64))
-    x = 3900 * x / jnp.max(jnp.abs(x))
-    if positive:  # positive inputs, as after a relu: the rounding errors of a sum then average out
-        x = jnp.abs(x)
+    x = jnp.abs(3900 * x / jnp.max(jnp.abs(x)))  # as after a relu
     weights = 1e-5 * (1 + jax.random.uniform(key, (256, 64)))
 
     def loss(layer, variables, x):
@@ -136,7 +133,7 @@ def test_11_the_first_step(positive):
     assert min(errors["fresh"]) > 0.4, errors
     # The remaining error is the rounding to FP8, as with amaxes of the same batch.
     np.testing.assert_allclose(errors["calibrated"], errors["current"], rtol=1e-3)
-    assert max(errors["calibrated"]) < (0.05 if positive else 0.065), errors
+    assert max(errors["calibrated"]) < 0.05, errors
 
 
 class Stack(nn.Module):
@@ -175,36 +172,21 @@ def test_under_transformations(tied):
     np.testing.assert_allclose(newest, max(amaxes) if tied else amaxes, rtol=1e-5)
 
 
-def energy_and_gradient(net, x):
-    module, variables = net.unbind()
-    return jax.value_and_grad(lambda x: jnp.sum(module.apply(variables, x)))(x)
-
-
-def energy_and_vjp(net, x):
-    """Returns the energy and its gradients, those of the parameters included."""
-    energy, back = nn.vjp(lambda net, x: jnp.sum(net(x)), net, x)
-    return energy, back(jnp.ones(()))
-
-
 class Differentiated(nn.Module):
     """A model that differentiates its layers, as if its forces were the gradient of its energy."""
-
-    compute: object
 
     def setup(self):
         self.net = Net()
 
     def __call__(self, x):
-        return self.compute(self.net, x)
+        module, variables = self.net.unbind()
+        return jax.value_and_grad(lambda x: jnp.sum(module.apply(variables, x)))(x)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("compute", cells([energy_and_gradient, energy_and_vjp], repeated=[energy_and_vjp]))
-def test_a_model_that_differentiates_itself(compute, backward):
+def test_a_model_that_differentiates_itself():
     variables = {collection: {"net": tree} for collection, tree in VARIABLES.items()}
-    model = Differentiated(compute)
-    after = fp8.calibrate(model.apply, variables, [X], backward=backward, has_aux=backward)
-    expected = fp8.calibrate(lambda v, x: jnp.sum(MODEL.apply(v, x)), VARIABLES, [X], backward=backward)
+    after = fp8.calibrate(Differentiated().apply, variables, [X], backward=True, has_aux=True)
+    expected = fp8.calibrate(lambda v, x: jnp.sum(MODEL.apply(v, x)), VARIABLES, [X], backward=True)
     assert_equal({collection: tree["net"] for collection, tree in after.items()}, expected)
 
 
@@ -241,15 +223,11 @@ class WithFunctions(nn.Module):
         return fp8.out_qdq(jnp.float32, jnp.float8_e5m2, out, *state("output_grad"))
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_the_functions_are_calibrated_as_the_op(backward):
-    with_op = nn.Dense(8, use_bias=False, dot_general_cls=Op)
+def test_the_functions_are_calibrated_as_the_op():
     states = []
-    for model in (WithFunctions(), with_op):
-        variables = variables_of(model, X)
-        state = fp8.calibrate(
-            lambda v, x, model=model: jnp.sum(model.apply(v, x) ** 2), variables, [X], backward=backward
-        )[OWG]
+    for model in (WithFunctions(), nn.Dense(8, use_bias=False, dot_general_cls=Op)):
+        of_squares = lambda v, x, model=model: jnp.sum(model.apply(v, x) ** 2)  # noqa: E731
+        state = fp8.calibrate(of_squares, variables_of(model, X), [X], backward=True)[OWG]
         states.append(state.get("Fp8DotGeneralOp_0", state))
     assert_equal(*states)
 
@@ -290,28 +268,18 @@ def test_a_batch_of_zeros_says_nothing():
     np.testing.assert_array_equal(op_state(zeros, "first")["input_scale"], [1.0])
 
 
-def test_it_runs_the_model_in_its_own_dtype():
-    seen = []
-
-    def record(v, x):
-        out = MODEL.apply(v, x)
-        jax.debug.callback(lambda out: seen.append(np.asarray(out)), out)
-        return out
-
-    fp8.calibrate(record, VARIABLES, [X])
-    jax.effects_barrier()
-    np.testing.assert_allclose(seen[0], Net(None).apply({"params": VARIABLES["params"]}, X), rtol=1e-5)
-    assert error(MODEL.apply(VARIABLES, X), seen[0]) > 0.3  # and afterwards it is FP8 again
-
-
 class TestRefused:
-    def test_no_state(self):
-        with pytest.raises(ValueError, match="nothing to calibrate"):
-            fp8.calibrate(MODEL.apply, {"params": VARIABLES["params"]}, [X])
-
-    def test_no_batch(self):
-        with pytest.raises(ValueError, match="batches is empty"):
-            fp8.calibrate(MODEL.apply, VARIABLES, [])
+    @pytest.mark.parametrize(
+        ("fun", "variables", "batches", "match"),
+        [
+            (MODEL.apply, {"params": VARIABLES["params"]}, [X], "nothing to calibrate"),
+            (MODEL.apply, VARIABLES, [], "batches is empty"),
+            (lambda v, x: x, VARIABLES, [X], "No FP8 layer"),
+        ],
+    )
+    def test_nothing_to_do(self, fun, variables, batches, match):
+        with pytest.raises(ValueError, match=match):
+            fp8.calibrate(fun, variables, batches)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_a_bad_batch(self, bad):
@@ -322,10 +290,6 @@ class TestRefused:
     def test_no_loss(self, has_aux, wanted):
         with pytest.raises(TypeError, match=wanted):
             fp8.calibrate(lambda v, x: x, VARIABLES, [X], backward=True, has_aux=has_aux)
-
-    def test_nothing_reached(self):
-        with pytest.raises(ValueError, match="No FP8 layer"):
-            fp8.calibrate(lambda v, x: x, VARIABLES, [X])
 
     def test_a_layer_left_out(self):
         match = "second/Fp8DotGeneralOp_0/input_amax_history"

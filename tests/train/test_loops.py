@@ -17,7 +17,7 @@ from flax.training import dynamic_scale
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import cells, normal, variables_of
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
@@ -61,56 +61,31 @@ HALF = Half()
 HALF_START = variables_of(HALF, X, seed=5)
 MODEL = MLP()
 START = variables_of(MODEL, X)
-GROWING = {"growth_interval": 6, "scale": jnp.float32(2.0**14), "fin_steps": jnp.int32(0)}
 ADAM = optax.adam(1e-2)  # one object, so that all steps of a kind are one program
 
 
-@partial(jax.jit, static_argnames="by_hand")
-def half_step(state, scale, x=X, by_hand=False):
-    """Returns a step as in Flax's examples; ``by_hand`` excludes the state from Flax's class."""
-
-    def loss(variables):
-        return jnp.mean((state.apply_fn(variables, x) - Y) ** 2)
-
-    scale_after, is_finite, value, grads = scale.value_and_grad(loss)(state.params)
-    if by_hand:
-        grads = {**grads, OWG: jax.tree.map(lambda s: s * scale.scale, grads[OWG])}
-    new = state.apply_gradients(grads=grads)
-    select = partial(jnp.where, is_finite)
-    new = new.replace(
-        params=jax.tree.map(select, new.params, state.params),
-        opt_state=jax.tree.map(select, new.opt_state, state.opt_state),
-    )
-    return new, scale_after, value, is_finite
-
-
-def train_in_half(scale, steps=60, **kwargs):
-    state = fp8.TrainState.create(apply_fn=HALF.apply, params=HALF_START, tx=ADAM)
-    state, seen = state.replace(step=jnp.int32(0)), []
-    for i in range(steps):
-        x = X.at[0, 0].set(jnp.nan) if i == 9 else X
-        state, scale, value, is_finite = half_step(state, scale, x, **kwargs)
-        seen.append((float(value) if is_finite else None, float(scale.scale), int(scale.fin_steps)))
-    return seen, state, scale
-
-
 class TestDynamicScale:
-    @pytest.mark.long
-    def test_as_flaxs_own_with_the_state_left_alone(self):
-        """All steps agree in losses, scales and variables, through growth, overflows and a NaN."""
-        ours, state, scale = train_in_half(fp8.DynamicScale(**GROWING))
-        alone, alone_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING), by_hand=True)
-        assert ours == alone
-        assert_trees_equal(state.params, alone_state.params)
-        assert isinstance(scale, fp8.DynamicScale)
-        losses, scales, _ = zip(*ours)
-        assert losses[-1] < 0.2 * losses[0]
-        assert losses[9] is None
-        assert scales[5:10] == (2.0**14, 2.0**15, 2.0**15, 2.0**15, 2.0**14)
-        assert sum(loss is None for loss in losses) > 1  # it grew until it overflowed
-        history = state.params[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
-        assert history[0] == np.max(np.abs(X.astype(jnp.float16)))
-        fp8.check_state(state.params)
+    def test_as_flaxs_own_beside_the_state(self):
+        """Parameters and loss scale are those of Flax; the state is that of the loss that was scaled."""
+        params, state = HALF_START["params"], HALF_START[OWG]
+
+        @jax.jit
+        def all_three(scale, theirs, x):
+            loss = partial(loss_of, HALF, x=x)
+            of_params = theirs.value_and_grad(lambda params: loss({"params": params, OWG: state}))(params)
+            scaled = fp8.grad(lambda v: scale.scale * loss(v))(HALF_START)[OWG]
+            return scale.value_and_grad(loss)(HALF_START), of_params, scaled
+
+        for size, x in ((2.0**14, X), (2.0**40, X), (2.0**14, X.at[0, 0].set(jnp.nan))):
+            options = {"growth_interval": 1, "scale": jnp.float32(size), "fin_steps": jnp.int32(1)}
+            scales = [cls(**options) for cls in (fp8.DynamicScale, dynamic_scale.DynamicScale)]
+            ours, theirs, scaled = all_three(*scales, x)
+            assert_trees_equal(ours.grad["params"], theirs.grad)
+            assert ours.finite == theirs.finite == (size < 2**40 and x is X)
+            assert isinstance(ours.dynamic_scale, fp8.DynamicScale)
+            assert jax.tree.leaves(ours.dynamic_scale) == jax.tree.leaves(theirs.dynamic_scale)
+            assert (ours.dynamic_scale.scale > size) == ours.finite
+            assert_trees_equal(ours.grad[OWG], scaled)
 
     def test_the_smallest_scale(self):
         for minimum in (1.0, None):
@@ -136,20 +111,16 @@ class TestDynamicScale:
 
     @pytest.mark.long
     def test_over_devices_the_state_is_the_maximum(self):
+        def of_device(x, axis_name=None):
+            scale = fp8.DynamicScale(scale=256.0)
+            return scale.value_and_grad(partial(loss_of, HALF), axis_name=axis_name)(HALF_START, x).grad
+
         xs = jnp.stack([X, 3 * X])
-        scale = fp8.DynamicScale(scale=256.0)
-
-        def of_device(x):
-            return scale.value_and_grad(partial(loss_of, HALF), axis_name="data")(HALF_START, x).grad
-
-        reduced = jax.jit(jax.vmap(of_device, axis_name="data"))(xs)
-        one = jax.jit(lambda x: scale.value_and_grad(partial(loss_of, HALF))(HALF_START, x).grad)
-        each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(one, xs))
-        merged = jax.tree.map(lambda leaf: jnp.max(leaf, 0), each[OWG])
-        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), each["params"])
-        one_device = jax.tree.map(lambda leaf: leaf[1], reduced)
-        assert_trees_equal(one_device[OWG], merged)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3), one_device["params"], mean)
+        reduced = jax.jit(jax.vmap(partial(of_device, axis_name="data"), axis_name="data"))(xs)
+        each = jax.jit(jax.vmap(of_device))(xs)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b.max(0)), reduced[OWG], each[OWG])
+        close = partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3)
+        jax.tree.map(lambda a, b: close(a[1], b.mean(0)), reduced["params"], each["params"])
 
 
 gradient = jax.jit(fp8.grad(partial(loss_of, MODEL)))
@@ -255,13 +226,8 @@ class TestCheckState:
             fp8.check_state(scaled, before=before)
 
 
-def over_all(change):
-    """Returns a mistake: the function is applied to the gradients of all variables."""
-    return lambda state, x, y: jax.tree.map(change, grads_of(state, x, y))
-
-
-def grads_of(state, x, y, scale=1.0):
-    return fp8.grad(lambda v: scale * jnp.mean((state.apply_fn(v, x) - y) ** 2))(state.params)
+def grads_of(state, x, y):
+    return fp8.grad(lambda v: jnp.mean((state.apply_fn(v, x) - y) ** 2))(state.params)
 
 
 def clipped(state, x, y):
@@ -283,10 +249,8 @@ def two_applies(state, x, y):
 # The gradients that a loop gives to ``TrainState.apply_gradients``.
 MISTAKES = {
     "clip over all gradients": clipped,
-    "loss scale of 1024": lambda *args: jax.tree.map(lambda g: g / 1024, grads_of(*args, scale=1024.0)),
     "Flax's DynamicScale": scaled_by_flax,
-    "all gradients times 0.3": over_all(lambda g: 0.3 * g),
-    "all gradients negated": over_all(lambda g: -g),
+    "all gradients negated": lambda *args: jax.tree.map(jnp.negative, grads_of(*args)),
     "microbatches added up": lambda state, x, y: jax.tree.map(
         jnp.add, grads_of(state, x[:8], y[:8]), grads_of(state, x[8:], y[8:])
     ),
@@ -306,28 +270,34 @@ MISTAKES_THAT_STAND_STILL = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("mistake", [*MISTAKES, *MISTAKES_THAT_STAND_STILL])
-def test_mistakes_are_loud(mistake, wrap):
-    """A mistake is an error without jit; with jit the next loss is NaN, and ``check_state`` says why."""
-    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=optax.sgd(0.1))
-    gradients = (MISTAKES | MISTAKES_THAT_STAND_STILL)[mistake]
+SGD = optax.sgd(0.1)
+STATE = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=SGD).replace(step=jnp.int32(0))
 
-    @wrap
-    def step(state):
-        return state.apply_gradients(grads=gradients(state, X, Y))
 
-    if mistake in MISTAKES_THAT_STAND_STILL:
-        with pytest.raises(ValueError, match="No history has moved"):
-            fp8.check_state(step(step(state)).params)
-    elif wrap is jax.jit:
-        after = step(state).params
-        assert jnp.isnan(loss_of(MODEL, after))
-        with pytest.raises(ValueError, match=f"{FIRST}.*the scale is NaN"):
-            fp8.check_state(after)
-    else:
-        with pytest.raises(ValueError, match=f"(?s){FIRST}.*fp8flax.value_and_grad"):
-            step(state)
+def step_with(gradients):
+    return jax.jit(lambda state: state.apply_gradients(grads=gradients(state, X, Y)))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_loud(mistake):
+    """With jit the next loss is NaN, and ``check_state`` says why."""
+    after = step_with(MISTAKES[mistake])(STATE).params
+    assert jnp.isnan(loss_of(MODEL, after))
+    with pytest.raises(ValueError, match=f"{FIRST}.*the scale is NaN"):
+        fp8.check_state(after)
+
+
+def test_mistakes_without_jit_are_errors():
+    grads = jax.tree.map(jnp.negative, gradient(START))
+    with pytest.raises(ValueError, match=f"(?s){FIRST}.*fp8flax.value_and_grad"):
+        STATE.apply_gradients(grads=grads)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_THAT_STAND_STILL)
+def test_a_state_that_stands_still(mistake):
+    step = step_with(MISTAKES_THAT_STAND_STILL[mistake])
+    with pytest.raises(ValueError, match="No history has moved"):
+        fp8.check_state(step(step(STATE)).params)
 
 
 @jax.jit
@@ -356,9 +326,8 @@ def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
         fp8.check_state(loop(before), before=before)
 
 
-@pytest.mark.parametrize("length", cells([16, 1024], repeated=[1024]))
-def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_history(length):
-    model = nn.Dense(1, dot_general_cls=partial(Op, recipe=fp8.DelayedScaling(amax_history_len=length)))
+def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_history():
+    model = nn.Dense(1, dot_general_cls=partial(Op, recipe=fp8.DelayedScaling(amax_history_len=16)))
     variables = average = variables_of(model, X)
     gradient = jax.jit(fp8.grad(partial(loss_of, model)))
     for i in range(4):
@@ -389,70 +358,31 @@ class Stack(nn.Module):
         return nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
 
 
-class TestMutable:
-    """The collection that ``apply`` returns as mutable holds the old state."""
-
-    @pytest.mark.parametrize(("mutable", "model"), [(OWG, MODEL), ([OWG, "batch_stats"], Stack())])
-    def test_naming_the_collection_warns(self, mutable, model):
-        variables = variables_of(model, X)
+@pytest.mark.parametrize("model", [MODEL, Stack()], ids=["layers", "stack"])
+def test_mutable(model):
+    """The collection that ``apply`` returns as mutable holds the old state, so naming it warns."""
+    variables = variables_of(model, X)
+    for mutable in (OWG, [OWG, "batch_stats"]):
         with pytest.warns(UserWarning, match="old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
-
-    @pytest.mark.parametrize(
-        ("mutable", "model"),
-        [
-            (False, MODEL),
-            (True, Stack()),
-            (["batch_stats"], MODEL),
-            (flax.core.DenyList("params"), Stack()),
-        ],
-    )
-    def test_nothing_else_warns(self, mutable, model):
-        variables = variables_of(model, X)
+    for mutable in (False, True, ["batch_stats"], flax.core.DenyList("params")):
         jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
 
-PAGE = (ROOT / "docs" / "loops.md").read_text()
-SECTIONS = re.split(r"(?m)^## ", PAGE)
-
-
-@functools.cache
-def page():
-    """Returns the namespace after each section of the page's code, and the lines that it prints."""
-    namespace, seen, printed = {}, {}, []
-    namespace["print"] = lambda error: printed.append(str(error))
-    for section in SECTIONS:
+@pytest.mark.long
+def test_the_page():
+    """The code of docs/loops.md runs. Adapters that are trained alone leave the base's state behind."""
+    namespace = {}
+    for section in re.split(r"(?m)^## ", (ROOT / "docs" / "loops.md").read_text()):
         for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
             exec(compile(block, "docs/loops.md", "exec"), namespace)
-        seen[section.split("\n")[0].strip()] = dict(namespace)
-    return seen, printed
-
-
-@pytest.mark.long
-class TestPage:
-    """The claims of the page about each loop are true; its code runs once for all tests."""
-
-    def test_the_state_in_an_average(self):
-        space = page()[0]["An average of the weights (EMA)"]
-        before = space["variables"]
-        everything = optax.incremental_update(space["state"].params, before, step_size=0.1)
-        with pytest.raises(ValueError, match="past entries other than"):
-            fp8.check_state(everything, before=space["state"].params)
-
-    def test_adapters_alone_leave_the_state_behind(self):
-        space = page()[0]["LoRA, and training some of the parameters"]
-        with pytest.raises(ValueError, match="No history has moved"):
-            fp8.check_state(space["all_variables"])
-        op = space["scaling"]["base"]["Fp8DotGeneralOp_0"]
-        assert op["output_grad_amax_history"][0] > 0
-
-        @jax.jit
-        def step(state):
-            grads = fp8.grad(lambda v: jnp.mean((state.apply_fn(v, space["x"]) - space["y"]) ** 2))(
-                state.params
-            )
-            return state.apply_gradients(grads=grads)
-
-        new = step(space["state"])
-        fp8.check_state(new.params, before=space["all_variables"])
-        assert_trees_equal(new.params["params"]["base"], space["all_variables"]["params"]["base"])
+        if section.startswith("LoRA"):
+            lora = dict(namespace)
+    with pytest.raises(ValueError, match="No history has moved"):
+        fp8.check_state(lora["all_variables"])
+    op = lora["scaling"]["base"]["Fp8DotGeneralOp_0"]
+    assert op["output_grad_amax_history"][0] > 0
+    state = lora["state"]
+    new = state.apply_gradients(grads=grads_of(state, lora["x"], lora["y"]))
+    fp8.check_state(new.params, before=lora["all_variables"])
+    assert_trees_equal(new.params["params"]["base"], lora["all_variables"]["params"]["base"])

@@ -1,6 +1,5 @@
 """Statistics agree with NumPy under every transformation."""
 
-import io
 from functools import partial
 
 import flax.linen as nn
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 
 import fp8flax as fp8
 from tests import reference_recipes as ref
-from tests.cases import MATMUL, RECIPES, cells, normal
+from tests.cases import MATMUL, RECIPES, normal
 from tests.reference import MAX
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -159,64 +157,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(8, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp, name="dense")(x), None
-
-
-class Looped(nn.Module):
-    """Three rematerialized blocks in a loop, and one block that runs twice."""
-
-    @nn.compact
-    def __call__(self, x):
-        loop = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        x, _ = loop(name="loop")(x, None)
-        tied = Block(name="tied")
-        return tied(jnp.sin(tied(x, None)[0]), None)[0]
-
-
 X = normal(0, 4, 8)
-PARAMS = {"loop": {"dense": {"kernel": normal(1, 3, 8, 8)}}, "tied": {"dense": {"kernel": normal(2, 8, 8)}}}
-
-
-@pytest.mark.long
-@pytest.mark.newest
-def test_out_of_loops_rematerialized_blocks_and_repeated_calls():
-    model = Looped()
-
-    def looped(params, x):
-        return jnp.mean(jnp.sin(model.apply({"params": params}, x)))
-
-    def written_out(extra, kernels, x):
-        seen = []
-        op = fp8.Fp8DotGeneralOp()
-        for i, kernel in enumerate((*kernels["loop"], kernels["tied"], kernels["tied"])):
-            x = jnp.sin(x) if i == 4 else x
-            seen.append(x)
-            x = x + op.apply({}, x, kernel, MATMUL) + extra[i]  # whose gradient is that of the product
-        return jnp.mean(jnp.sin(x)), seen
-
-    kernels = {name: block["dense"]["kernel"] for name, block in PARAMS.items()}
-    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
-        found = fp8.statistics(looped)(PARAMS, X)
-        extra = jnp.zeros((5, *X.shape))
-        grads, seen = jax.jit(jax.grad(written_out, has_aux=True))(extra, kernels, X)
-    paths = {"loop/dense/Fp8DotGeneralOp_0": (0, 1, 2), "tied/dense/Fp8DotGeneralOp_0": (3, 4)}
-    assert set(found) == set(paths)
-    of_calls = [*kernels["loop"], kernels["tied"], kernels["tied"]]
-    for path, calls in paths.items():
-        for role, tensors in (("input", seen), ("kernel", of_calls), ("output_grad", grads)):
-            one = found[path][role]
-            each = [expected("current", role, np.asarray(tensors[i]), None) for i in calls]
-            for field, merge in (("amax", max), ("scale", max), ("headroom", min)):
-                value = merge(numbers[field] for numbers in each)
-                assert one[field] == pytest.approx(value, rel=1e-4), f"{path} {role} {field}"
-            # The signal and the noise of all calls; a kernel that is used twice counts once.
-            different = calls[:1] if len(set(map(id, (tensors[i] for i in calls)))) == 1 else calls
-            signals = [np.sum(np.square(tensors[i], dtype=np.float64)) for i in different]
-            noises = [s / 10 ** (each[k]["sqnr"] / 10) for k, s in enumerate(signals)]
-            assert one["sqnr"] == pytest.approx(10 * np.log10(sum(signals) / sum(noises)), abs=0.02)
 
 
 OP = fp8.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
@@ -245,7 +186,7 @@ def test_out_of_branches_and_batches():
     assert two["amax"] > one["amax"]
 
 
-@pytest.mark.parametrize("size", cells([1e-24, 1e19, 1e25], repeated=[1e-24, 1e19]))
+@pytest.mark.parametrize("size", [1e-24, 1e25])
 def test_the_error_of_tiny_and_huge_tensors(size):
     """The squares of these values are no float32."""
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -271,6 +212,31 @@ def test_of_a_batch_by_vmap():
     for field, merge in (("amax", max), ("scale", max), ("headroom", min), ("underflow", np.mean)):
         value = merge([numbers[field] for numbers in each])
         np.testing.assert_allclose(found["input"][field], value, rtol=1e-5, err_msg=field)
+
+
+@pytest.mark.newest
+def test_out_of_loops_of_rematerialized_blocks():
+    """The numbers are those of the same blocks one after another; a kernel that is read twice is one."""
+    kernels = normal(1, 3, 8, 8)
+
+    def block(x, w):
+        return x + OP.apply({}, OP.apply({}, x, w, MATMUL), w, MATMUL), None
+
+    def looped(kernels):
+        return jnp.mean(jnp.sin(jax.lax.scan(jax.checkpoint(block), X, kernels)[0]))
+
+    def unrolled(kernels):
+        x = X
+        for w in kernels:
+            x, _ = block(x, w)
+        return jnp.mean(jnp.sin(x))
+
+    found = fp8.statistics(looped)(kernels)
+    assert_close(found, fp8.statistics(unrolled)(kernels))
+    each = [expected("current", "kernel", w, None) for w in kernels]
+    one = found["Fp8DotGeneralOp"]["kernel"]
+    for field, merge in (("amax", max), ("scale", max), ("headroom", min), ("underflow", np.mean)):
+        assert one[field] == pytest.approx(merge([numbers[field] for numbers in each]), rel=1e-4), field
 
 
 def test_out_of_while_loops_and_calls_without_a_gradient():
@@ -300,15 +266,10 @@ def test_refuses_what_nothing_comes_out_of():
         fp8.statistics(lambda w: jnp.sum(OP.apply({}, X, w, MATMUL)))(W)
 
 
-def square(w, x):
-    return jnp.sum(jnp.square(OP.apply({}, x, w, MATMUL)))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["mxfp8"])
-def test_on_many_devices(recipe):
+def test_on_many_devices():
     """Statistics work on automatic and explicit axes; in shard_map they are those of all devices."""
-    op = fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
+    op = fp8.Fp8DotGeneralOp(recipe=RECIPES["mxfp8"])
 
     def square(w, x):
         return jnp.sum(jnp.square(op.apply({}, x, w, MATMUL)))
@@ -367,22 +328,17 @@ def test_of_whole_models_and_all_ops():
         *("qdq/Fp8DotGeneralOp_0", "plain/Fp8DotGeneralOp_0"),
     }
     assert all(set(of_op) == {"input", "kernel", "output_grad"} for of_op in found.values())
-    for path, of_op in found.items():
-        kernel = variables["params"]
-        for name in path.split("/")[:-1]:
-            kernel = kernel[name]
-        kernel, is_delayed = np.asarray(kernel["kernel"]), not path.startswith("experts")
-        assert of_op["output_grad"]["amax"] > 0
-        if is_delayed:
-            for field, value in expected("delayed", "kernel", kernel, np.float32(1)).items():
-                np.testing.assert_allclose(of_op["kernel"][field], value, rtol=1e-5, err_msg=path)
-        else:  # each expert's kernel has a scale of its own
-            kept = [ref.dequantize(*ref.tensorwise(one, E4M3)) for one in kernel]
-            noise = np.sum(np.square(kernel - np.stack(kept)))
-            sqnr = 10 * np.log10(np.sum(np.square(kernel, dtype=np.float64)) / noise)
-            assert of_op["kernel"]["sqnr"] == pytest.approx(sqnr, abs=1e-3)
-            assert of_op["kernel"]["scale"] == pytest.approx(np.abs(kernel).max() / 448, rel=1e-6)
-            assert of_op["kernel"]["headroom"] == pytest.approx(1, rel=1e-6)
+    assert all(of_op["output_grad"]["amax"] > 0 for of_op in found.values())
+    # Each expert's kernel has a scale of its own.
+    kernel, of_experts = (
+        np.asarray(variables["params"]["experts"]["kernel"]),
+        found["experts/Fp8RaggedDotOp_0"],
+    )
+    noise = np.sum(np.square(kernel - [ref.dequantize(*ref.tensorwise(one, E4M3)) for one in kernel]))
+    sqnr = 10 * np.log10(np.sum(np.square(kernel, dtype=np.float64)) / noise)
+    assert of_experts["kernel"]["sqnr"] == pytest.approx(sqnr, abs=1e-3)
+    assert of_experts["kernel"]["scale"] == pytest.approx(np.abs(kernel).max() / 448, rel=1e-6)
+    assert of_experts["kernel"]["headroom"] == pytest.approx(1, rel=1e-6)
 
 
 def numbers(**values):
@@ -404,9 +360,7 @@ HISTORY = {
 
 
 def test_the_table():
-    console = rich.console.Console(width=200, file=io.StringIO())
-    console.print(MEASURES["current"](with_state("current", W[:, :8]), X, jnp.ones((4, 8))))
-    text = console.file.getvalue()
+    text = str(MEASURES["current"](with_state("current", W[:, :8]), X, jnp.ones((4, 8))))
     assert all(word in text for word in (*FIELDS, *(f"Fp8DotGeneralOp/{role}" for role in SHAPES)))
     assert f"{np.max(np.abs(X)):.3g}" in text
 
@@ -423,12 +377,3 @@ def test_plot():
     expected = [[25, 100], [0, np.nan], [np.nan, 0]]
     np.testing.assert_array_equal(underflow.images[0].get_array().filled(np.nan), expected)
     assert np.isnan(scale.images[0].get_array().filled(np.nan)[1:]).all()  # of zeros
-
-
-def test_the_plot_shows_what_loses_most():
-    names = [f"{i:02}" for i in range(50)]
-    found = {name: {"input": numbers(underflow=i / 50)} for i, name in enumerate(names)}
-    axes = fp8.plot_statistics({0: found}).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        f"{name}/input" for name in names[10:]
-    ]

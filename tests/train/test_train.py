@@ -16,22 +16,11 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import cells, normal, variables_of
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
-
-
-@pytest.fixture(autouse=True)
-def _unjitted_in_full(request):
-    """Un-jitted, each operation is compiled by itself; in CI, where a layer is called twice."""
-    name = request.node.name
-    if "eager]" in name and not name.startswith(("test_called_twice", "test_has_aux")):
-        request.getfixturevalue("_all_cells")
-
-
-maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 class Net(nn.Module):
@@ -95,8 +84,8 @@ class TestStateAsNumbers:
         "loss",
         [
             lambda v: jnp.sum(leaf_of(v) ** 2),
-            lambda v: jnp.sum(leaf_of(v, "kernel_amax_history") > 0),
-            lambda v: leaf_of(v, "kernel_amax_history").max(),
+            lambda v: jnp.sum(leaf_of(v) > 0),
+            lambda v: leaf_of(v).max(),
             lambda v: float(leaf_of(v)[0]),
             lambda v: jnp.sum(leaf_of(v).astype(jnp.float32)),
             optax.tree.norm,
@@ -127,30 +116,26 @@ class TestStateAsNumbers:
 class TestSignature:
     """The signatures of ``jax.grad`` and ``jax.value_and_grad``."""
 
-    @maybe_jit
-    def test_without_state_it_is_jax(self, wrap):
+    def test_without_state_it_is_jax(self):
         def f(a, b, c=2.0):
             return a["w"] ** 2 * b * c
 
         args = ({"w": 3.0}, 5.0)
         for argnums in (0, (0, 1), -1, [0], np.int64(1)):
-            assert_trees_equal(
-                wrap(fp8.value_and_grad(f, argnums))(*args, c=4.0),
-                wrap(jax.value_and_grad(f, argnums))(*args, c=4.0),
-            )
-        assert_trees_equal(wrap(fp8.grad(f))(*args), wrap(jax.grad(f))(*args))
+            found, expected = (g(f, argnums) for g in (fp8.value_and_grad, jax.value_and_grad))
+            assert_trees_equal(jax.jit(found)(*args, c=4.0), jax.jit(expected)(*args, c=4.0))
+        assert_trees_equal(fp8.grad(f)(*args), jax.grad(f)(*args))
         for argnums, wrong in ((2, args), (0, (3, 5.0))):
             with pytest.raises(TypeError, match="argnums|allow_int"):
                 fp8.grad(f, argnums)(*wrong)
 
-    @maybe_jit
-    def test_has_aux(self, wrap):
+    def test_has_aux(self):
         def f(variables, x):
             out, updates = MODEL.apply(variables, x, mutable=True)
             return jnp.mean(out**2), {"out": out, "state": updates[OWG]}
 
-        (value, aux), grads = wrap(fp8.value_and_grad(f, has_aux=True))(VARIABLES, X)
-        grads_again, aux_again = wrap(fp8.grad(f, has_aux=True))(VARIABLES, X)
+        (value, aux), grads = jax.jit(fp8.value_and_grad(f, has_aux=True))(VARIABLES, X)
+        grads_again, aux_again = jax.jit(fp8.grad(f, has_aux=True))(VARIABLES, X)
         np.testing.assert_allclose(value, jnp.mean(aux["out"] ** 2), rtol=1e-6)
         assert_trees_equal(grads, grads_again)
         assert_trees_equal(aux, aux_again)
@@ -164,25 +149,6 @@ class TestSignature:
         with_step = {**VARIABLES, "counter": {"step": jnp.int32(3)}}
         grads = fp8.grad(lambda v: mse({k: v[k] for k in VARIABLES}, X))(with_step)
         assert_trees_equal({k: grads[k] for k in VARIABLES}, fp8.grad(mse)(VARIABLES, X))
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan of remat"])
-    def test_stacked_layers_with_jit_switched_off(self, remat):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.tanh(nn.Dense(6, dot_general_cls=Op)(x)), None
-
-        layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
-        stacked = nn.scan(layer, {"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)()
-        variables = variables_of(stacked, X, None)
-
-        def step(variables):
-            return fp8.value_and_grad(lambda v: jnp.sum(stacked.apply(v, X, None)[0] ** 2))(variables)
-
-        with jax.disable_jit():
-            found = step(variables)
-        assert_trees_close(found, jax.jit(step)(variables))
 
     @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
     def test_the_collection_as_an_argument_of_its_own(self, split):
@@ -208,7 +174,7 @@ class TestSignature:
 class TestMergeByMax:
     """The state is that of one call on all the data, however often it is read."""
 
-    @maybe_jit
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
     def test_called_twice(self, wrap):
         variables = trained()
         grads = wrap(fp8.grad(lambda v: 0.5 * (mse(v, X) + mse(v, 3 * X))))(variables)
@@ -220,34 +186,21 @@ class TestMergeByMax:
         class ByHand(nn.Module):
             @nn.compact
             def __call__(self, x, _=None):
-                kernel = self.param("kernel", nn.initializers.lecun_normal(), (6, 6))
                 state = {
                     f"{role}_{name}": self.variable(OWG, f"{role}_{name}", init, (n,)).value
-                    for role in ("input", "kernel", "output_grad")
+                    for role in ("input", "output_grad")
                     for name, n, init in (("scale", 1, jnp.ones), ("amax_history", 4, jnp.zeros))
                 }
-                in_qdq = partial(fp8.in_qdq, jnp.float32, jnp.float8_e4m3fn)
-                x = in_qdq(x, state["input_scale"], state["input_amax_history"])
-                return x @ in_qdq(kernel, state["kernel_scale"], state["kernel_amax_history"]), None
+                args = state["input_scale"], state["input_amax_history"]
+                return 2 * jnp.sin(fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, *args)), None
 
-        lift = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
-        stacked = nn.scan(ByHand, length=3, **lift)()
-        variables = variables_of(stacked, X, None)
-        state = jax.tree.map(lambda s: s + 0.25 * jnp.arange(1.0, 4.0)[:, None], variables[OWG])
-        variables = {**variables, OWG: state}
-
-        def one_by_one(each):
-            out = X
-            for v in each:
-                out, _ = ByHand().apply(v, out)
-            return jnp.mean(out**2)
-
-        each = [jax.tree.map(lambda leaf, i=i: leaf[i], variables) for i in range(3)]
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *jax.jit(fp8.grad(one_by_one))(each))
-        found = jax.jit(fp8.grad(lambda v: jnp.mean(stacked.apply(v, X, None)[0] ** 2)))(variables)
-        assert_trees_close(found, expected)
-        assert_trees_equal(found[OWG]["output_grad_scale"], state["output_grad_scale"])
-        assert not np.array_equal(found[OWG]["input_amax_history"], state["input_amax_history"])
+        stacked = nn.scan(ByHand, length=3, variable_axes={OWG: 0})()
+        old = variables_of(stacked, X, None)
+        new = jax.jit(fp8.grad(lambda v: jnp.mean(stacked.apply(v, X, None)[0] ** 2)))(old)[OWG]
+        amaxes = new["input_amax_history"][:, 0]
+        np.testing.assert_allclose(amaxes[:2], [jnp.abs(X).max(), 2 * jnp.abs(jnp.sin(X)).max()], rtol=0.1)
+        assert amaxes[2] > 0
+        assert_trees_equal(new["output_grad_scale"], old[OWG]["output_grad_scale"])
 
 
 accumulated = jax.jit(fp8.accumulate_gradients(mse))
@@ -349,37 +302,16 @@ def test_debug_nans():
     assert np.isfinite(grads["params"]["first"]["kernel"]).all()
 
 
-reduced_over_data = jax.jit(jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data"))
-
-
-class TestPmeanGradients:
-    def grads(self, bad=None):
-        """Returns the gradients of four replicas, stacked."""
-        variables, xs = trained(), jnp.stack([X, 3 * X, 2 * X, X])
-        if bad is not None:
-            xs = xs.at[2, 0, 0].set(bad)
-        each = [gradient(variables, x) for x in xs]
-        return variables, each, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-    def test_mean_and_maximum(self):
-        variables, _, stacked = self.grads()
-        reduced = reduced_over_data(stacked)
-        reduced = jax.tree.map(lambda leaf: leaf[3], reduced)
-        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stacked["params"])
-        assert_trees_close(reduced["params"], mean)
-        whole = gradient(variables, jnp.concatenate([X, 3 * X, 2 * X, X]))
-        op, expected = (g[OWG]["first"]["Fp8DotGeneralOp_0"] for g in (reduced, whole))
-        for name in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
-            np.testing.assert_array_equal(op[name], expected[name])
-
-    def test_a_bad_replica(self):
-        variables, _, stacked = self.grads(np.nan)
-        reduced = reduced_over_data(stacked)
-        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
-        new = reduced[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
-        assert np.isfinite(new).all()
-        np.testing.assert_array_equal(new, np.broadcast_to(new[0], new.shape))
-        assert np.max(new) >= np.max(old)
+def test_pmean_gradients_is_mean_and_maximum():
+    variables, xs = trained(), jnp.stack([X, 3 * X, 2 * X, X])
+    each = jax.jit(jax.vmap(partial(fp8.grad(mse), variables)))(xs)
+    reduce = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")
+    reduced = jax.tree.map(lambda leaf: leaf[3], jax.jit(reduce)(each))
+    assert_trees_close(reduced["params"], jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), each["params"]))
+    whole = gradient(variables, xs.reshape(-1, X.shape[1]))
+    op, expected = (g[OWG]["first"]["Fp8DotGeneralOp_0"] for g in (reduced, whole))
+    for name in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
+        np.testing.assert_array_equal(op[name], expected[name])
 
 
 class TestNoUpdate:
@@ -412,12 +344,6 @@ class TestNoUpdate:
             assert leaf_of(again.params, "input_amax_history", "first")[0] == np.max(np.abs(X))
 
 
-OPTIMIZERS = {
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2),
-}
-
-
 @pytest.fixture
 def _promotion_of_optax():
     """Optax 0.2.8 mixes dtypes and ranks in its own arithmetic (``decay ** count``)."""
@@ -430,9 +356,8 @@ class TestTrainState:
     def loss(self, state, x):
         return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
 
-    @pytest.mark.parametrize("optimizer", cells(OPTIMIZERS, repeated=["MultiSteps"]))
-    def test_optimizers_see_params_alone(self, optimizer):
-        tx = OPTIMIZERS[optimizer]
+    def test_optimizers_see_params_alone(self):
+        tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
         state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
         # By hand: optax on params alone, the collection overwritten.
         variables, opt_state = VARIABLES, tx.init(VARIABLES["params"])
@@ -440,8 +365,7 @@ class TestTrainState:
 
         @partial(jax.jit, donate_argnums=0)
         def step(state, x):
-            loss, grads = fp8.value_and_grad(self.loss(state, x))(state.params)
-            return state.apply_gradients(grads=grads), loss
+            return state.apply_gradients(grads=fp8.grad(self.loss(state, x))(state.params))
 
         @jax.jit
         def step_by_hand(variables, opt_state, x):
@@ -451,12 +375,9 @@ class TestTrainState:
             return {"params": params, OWG: grads[OWG]}, opt_state
 
         state = jax.tree.map(jnp.array, state)
-        losses = []
         for i in range(4):
-            x = X * (1 + i)
-            variables, opt_state = step_by_hand(variables, opt_state, x)
-            state, loss = step(state, x)
-            losses.append(loss)
+            variables, opt_state = step_by_hand(variables, opt_state, X * (1 + i))
+            state = step(state, X * (1 + i))
         assert state.step == 4
         assert_trees_equal(
             state.params[OWG], variables[OWG], partial(np.testing.assert_allclose, rtol=1e-4)
@@ -464,7 +385,6 @@ class TestTrainState:
         assert_trees_equal(
             state.params["params"], variables["params"], partial(np.testing.assert_allclose, atol=1e-4)
         )
-        assert np.isfinite(losses).all()
 
     @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
     def test_batch_stats_survive(self, freeze):
@@ -488,21 +408,6 @@ class TestTrainState:
         assert_trees_equal(new.params["batch_stats"], updates["batch_stats"])
         # Without the replacement they stay as they were.
         assert_trees_equal(kept.params["batch_stats"], variables["batch_stats"])
-
-    def test_two_states_of_one_model_share_a_trace(self):
-        traces = []
-
-        @jax.jit
-        def step(state):
-            traces.append(1)
-            return state.apply_fn(state.params, X)
-
-        tx = optax.sgd(0.1)
-        for _ in range(2):
-            state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
-            step(state)
-            step(state.replace(params=trained()))
-        assert len(traces) == 1
 
     @pytest.mark.parametrize("bare", [False, True], ids=["variables", "params"])
     def test_without_fp8_it_is_the_flax_train_state(self, bare):
@@ -638,12 +543,10 @@ class TestGradientsThatWereChanged:
         ("options", "steps"),
         [
             ({"amax_history_len": 1}, 0),
-            ({"amax_history_len": 1}, 3),
-            ({"amax_history_len": 3, "amax_compute_algo": "most_recent"}, 3),
-            ({"amax_history_len": 3, "margin": 2, "fp8_format": fp8.Format.E4M3}, 3),
-            ({"amax_history_len": 3, "use_power_2_scales": True}, 3),
+            ({"amax_history_len": 3, "amax_compute_algo": "most_recent", "margin": 2}, 3),
+            ({"amax_history_len": 1, "use_power_2_scales": True}, 3),
         ],
-        ids=["new", "one entry", "most_recent", "margin", "power_2"],
+        ids=["new", "most_recent", "power_2"],
     )
     def test_the_scale_shows_a_factor(self, options, steps):
         """A history of one entry can be any; its scale must follow from the old history."""

@@ -39,9 +39,9 @@ from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, Dims, QTensor, dequantized
+from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 
@@ -71,8 +71,6 @@ class Gemm(NamedTuple):
     """``GemmRecipe.accumulation``, for operands with scales per tensor or slice."""
     precision: Any = None
     """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
-    out_sharding: Any = None
-    """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
     has_barrier: bool = False
     """Whether XLA must fuse no later operation into a call of cublasLt; see ``_apart``."""
     is_stored: bool = False
@@ -98,11 +96,6 @@ class Gemm(NamedTuple):
             math.prod(a.shape[i] for i in self.lhs(a).contract),
             math.prod(b.shape[i] for i in self.rhs(b).free),
         )
-
-    def out_shape(self, a: Any, b: Any) -> tuple[int, ...]:
-        """Returns the shape of the result."""
-        rows, columns = (a.shape[i] for i in self.lhs(a).free), (b.shape[i] for i in self.rhs(b).free)
-        return (*a.shape[: self.num_batch], *rows, *columns)
 
 
 def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
@@ -139,7 +132,6 @@ def _wide(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
         lax.dot_general,
         dimension_numbers=gemm.dims,
         precision=gemm.precision,  # None takes jax.default_matmul_precision
-        out_sharding=gemm.out_sharding,
     )
     if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
         # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
@@ -171,15 +163,9 @@ def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
 
 def _dot(gemm: Gemm, a: jax.Array, b: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
     """Returns ``lax.dot_general`` of two arrays; precision None is the default of XLA."""
-    return lax.dot_general(
-        a,
-        b,
-        gemm.dims,
-        # Not None: None would take the precision of jax.default_matmul_precision.
-        lax.Precision.DEFAULT if precision is None else precision,
-        preferred_element_type=sum_dtype,
-        out_sharding=gemm.out_sharding,
-    )
+    # None would take the precision of jax.default_matmul_precision.
+    precision = lax.Precision.DEFAULT if precision is None else precision
+    return lax.dot_general(a, b, gemm.dims, precision, preferred_element_type=sum_dtype)
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
@@ -263,16 +249,7 @@ def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     of the two amaxes is then below 3.1e-31 for a gradient (e5m2) and below 2.4e-33 for a forward result.
     More exact results would cost a pass over the result.
     """
-    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
-
-    def product(dtype: Any) -> jax.Array:
-        left, dims = row_major(a.codes), gemm.dims
-        if is_in_pairs := _needs_row_pairs(gemm, a, b):
-            left, dims = left.reshape(-1, 2, left.shape[1]), (((2,), (0,)), ((), ()))
-        with jax.named_scope(CUBLASLT):
-            out = _dot(gemm._replace(dims=dims), left, row_major(b.codes), precision, dtype)
-        return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
-
+    product = partial(_unscaled, gemm, a, b)
     is_bfloat16 = gemm.out_dtype == jnp.bfloat16
     if a.scale.ndim or b.scale.ndim:
         # Scales per row or column need a pass over the result, which cublasLt has rounded to its dtype.
@@ -290,27 +267,26 @@ def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     return _apart(gemm, product(jnp.bfloat16) / (np.float32(1) / scale).astype(jnp.bfloat16))
 
 
-_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 _MIN_FOR_PAIRS = 256
 """The smallest M, K and N for which rows are multiplied in pairs. A smaller M, split over many devices,
 could leave a device with a single row, for which XLA cannot compile the algorithm."""
 
 
-def _needs_row_pairs(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
-    """Returns whether rows are multiplied in pairs, because XLA would lose the algorithm.
+def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
+    """Returns the product of the codes by cublasLt.
 
     Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
-    then not use cublasLt. (A transposed operand also avoids this, but is gathered once more.)
+    then not use cublasLt. So rows are multiplied in pairs. (A transposed operand also avoids this, but is
+    gathered once more.)
     """
-    sizes = gemm.sizes(a, b)
-    if gemm.dims != _ROWS_BY_COLUMNS or gemm.out_sharding is not None or not are_positive(sizes):
-        return False
-    sharding = jax.typeof(a.codes).sharding
-    names = sharding.spec[0] or ()  # the explicit mesh axes that split the rows
-    num_parts = math.prod(
-        sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)
-    )
-    return min(sizes) >= _MIN_FOR_PAIRS and sizes[0] % (2 * num_parts) == 0
+    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
+    left, sizes = row_major(a.codes), gemm.sizes(a, b)
+    is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
+    if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
+        left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(dims=(((2,), (0,)), ((), ())))
+    with jax.named_scope(CUBLASLT):
+        out = _dot(gemm, left, row_major(b.codes), precision, dtype)
+    return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
 
 def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
@@ -473,4 +449,6 @@ def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:
 def _from_matrices(gemm: Gemm, a: QTensor, b: QTensor, out: jax.Array) -> jax.Array:
     """Returns the result of a GEMM, from the product ``(batch, rows, columns)`` of padded matrices."""
     rows, _, columns = gemm.sizes(a, b)
-    return out[:, :rows, :columns].reshape(gemm.out_shape(a, b)).astype(gemm.out_dtype)
+    free = (*(a.shape[i] for i in gemm.lhs(a).free), *(b.shape[i] for i in gemm.rhs(b).free))
+    shape = *a.shape[: gemm.num_batch], *free
+    return out[:, :rows, :columns].reshape(shape).astype(gemm.out_dtype)

@@ -36,11 +36,8 @@ def compile_target(
 ) -> contextlib.AbstractContextManager[object]:
     """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
 
-    Args:
-        capability: the compute capability of the GPU; None for the first device of JAX.
-        takes_algorithms: whether JAX can compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU. If
-            not, the precision of the dot says how it accumulates.
-        cores: the number of cores of the GPU; 132 are those of an H100 or H200.
+    A capability of None stands for the first device of JAX. ``takes_algorithms`` says whether JAX can
+    compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU; otherwise the dot has a precision.
     """
     gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms, cores)
     context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
@@ -89,6 +86,18 @@ class Gpu:
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
 
 
+_H100 = Gpu(
+    name="NVIDIA H100",
+    compute_capability=9.0,
+    cores=132,
+    clock_ghz=1.98,
+    memory=84_978_434_048,
+    l2_cache=52_428_800,
+    bandwidth=3_352_320_000_000,
+    bf16=790e12,
+    fp8=1400e12,
+)
+
 GPUS = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",
@@ -133,27 +142,13 @@ GPUS = {
         shared_memory_per_block=101_376,
         shared_memory_per_core=102_400,
     ),
-    "h100": Gpu(
-        name="NVIDIA H100",
-        compute_capability=9.0,
-        cores=132,
-        clock_ghz=1.98,
-        memory=84_978_434_048,
-        l2_cache=52_428_800,
-        bandwidth=3_352_320_000_000,
-        bf16=790e12,
-        fp8=1400e12,
-    ),
-    "h200": Gpu(
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100,
         name="NVIDIA H200",
-        compute_capability=9.0,
-        cores=132,
-        clock_ghz=1.98,
         memory=150_754_820_096,
         l2_cache=62_914_560,
         bandwidth=4_800_000_000_000,
-        bf16=790e12,
-        fp8=1400e12,
     ),
     "b200": Gpu(
         name="NVIDIA B200",
@@ -225,9 +220,7 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
 
-    Args:
-        *recipes: the recipes of the GEMMs.
-        is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
+    Blackwell has no units for the block scales of a ragged dot.
     """
     if is_compiling_ahead():
         return

@@ -25,8 +25,8 @@ from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.gemm.sizes import are_positive, padded, round_up
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
+from fp8flax._core.quantize import no_derivative
 
 
 class Ragged(NamedTuple):
@@ -303,10 +303,7 @@ def grouped_sums(
 def _scales(x: QTensor, sizes: tuple[int, ...], units: tuple[int, ...]) -> jax.Array:
     """Returns the float32 scale of each unit of a tensor that is padded to ``sizes``.
 
-    Args:
-        x: the tensor.
-        sizes: the padded sizes.
-        units: for each dimension, the number of elements of a unit.
+    ``units`` are the numbers of elements of a unit along each dimension.
     """
     scale = x.scale.astype(jnp.float32).reshape(x.scale.shape or (1,) * x.ndim)
     for axis, (size, unit) in enumerate(zip(sizes, units)):

@@ -90,14 +90,10 @@ class Canonical(NamedTuple):
 def canonical(
     lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int]
 ) -> Canonical:
-    """Returns the canonical form of ``lax.dot_general(lhs, rhs, dimension_numbers)``.
+    """Returns the canonical form of ``lax.dot_general`` of operands of these shapes.
 
-    Args:
-        lhs: the shape of the input.
-        rhs: the shape of the kernel.
-        dimension_numbers: which of their dimensions are contracted and batched.
-        blocks: the sizes of blocks that share a scale. M or N is merged to one dimension if its last
-            dimension is not a multiple of all of them.
+    ``blocks`` are the sizes of blocks that share a scale. M or N is merged to one dimension if its last
+    dimension is not a multiple of all of them.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free, rhs_free = (

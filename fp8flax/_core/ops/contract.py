@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -41,12 +41,11 @@ from fp8flax._core.names import (
     RESIDUAL_NAMES,
     WGRAD,
 )
-from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantize import inf_to_nan
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, quantized
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe
+from fp8flax._core.quantize import inf_to_nan, no_derivative
+from fp8flax._core.quantizers import BlockQuantizer, quantized
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 
@@ -103,6 +102,8 @@ class Contraction:
     """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
+    is_ragged: ClassVar[bool] = False
+    """Whether rows are multiplied by the kernels of their experts."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -138,14 +139,6 @@ class Contraction:
         result: jax.Array = amax(x)
         return result
 
-    @property
-    def configs(self) -> dict[str, DelayedQuantizer]:
-        """Returns the quantizer of each tensor with delayed scaling, by role."""
-        return self.recipe.delayed
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""
-
     def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
         """Returns one of the three GEMMs: its dtypes, and how it accumulates."""
         x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
@@ -178,13 +171,9 @@ def _accumulation_of(precision: Any) -> str:
 def contract(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
-    """Returns the result of a contraction; the "gradients" of the scales are the amaxes of this step.
+    """Returns the product of input and kernel; the "gradients" of the scales are the amaxes of this step.
 
-    Args:
-        plan: the contraction.
-        operands: input and kernel, which get gradients.
-        extra: further arrays, which get no gradients.
-        scales: the scale of each tensor with delayed scaling, from ``state.step_scale``.
+    The scales come from ``state.step_scale``.
     """
     x, w = (quantized_once(plan, role, x, extra, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
@@ -345,12 +334,9 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
 
 
 def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
-    """Returns ``f`` for this plan; it runs without explicit mesh axes.
+    """Returns ``f``, a function of a plan and of trees, for this plan; it runs without explicit mesh axes.
 
-    Args:
-        plan: the contraction.
-        f: a function of the plan and of trees of arrays.
-        out_sharding: the sharding of the result on explicit axes; None for a replicated result.
+    The result has ``out_sharding`` on explicit axes; None stands for a replicated result.
     """
     if plan.lhs.sharding is None:
         return partial(f, plan)

@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.names import FORWARD
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import (
@@ -28,7 +27,7 @@ from fp8flax._core.ops.contract import (
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float, Float32
 
 FORMS = ("direct", "qdq")
@@ -126,9 +125,6 @@ class DotContraction(Contraction):
         del extra
         dims, precision = self.dimension_numbers, self.precision
         return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes)
 
     def stored(self, kernel: QTensor) -> QTensor:
         """Returns a canonical kernel as a frozen model stores it, with codes in the shape of the kernel.
@@ -249,15 +245,8 @@ def fp8_dot_general(
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     The arguments up to ``preferred_element_type``, ``out_sharding`` and the result are those of
-    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains
-    ``is_frozen``, ``stored_kernel`` and ``input_scale``.
-
-    Args:
-        lhs: the input.
-        rhs: the kernel.
-        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
-            values.
-        recipe: how the tensors are scaled.
+    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains the
+    others. The "gradients" of the states are their next values.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     make_plan = dot_plan if form == "direct" else _qdq_plan

@@ -14,10 +14,17 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
-from fp8flax._core.mode import is_calibrating, mode
 from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
-from fp8flax._core.observe import on_cotangent, report, report_amax, report_amax_of_cotangent
+from fp8flax._core.observe import (
+    is_calibrating,
+    mode,
+    on_cotangent,
+    report,
+    report_amax,
+    report_amax_of_cotangent,
+)
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
@@ -77,10 +84,8 @@ def run(
         rhs: the kernel, a wide float.
         *extra: the further arrays of the op, such as the group sizes of a ragged dot.
         states: scaling states of the roles that have delayed scaling.
-        is_frozen: whether the states do not change. Tangents and cotangents are then multiplied in wide
-            dtypes, with the values of the quantized operands.
-        stored_kernel: a kernel from ``packed_kernel``, which makes the contraction a frozen one. The values
-            of ``rhs`` are then not read.
+        is_frozen: whether the states do not change. Gradients then stay wide.
+        stored_kernel: the frozen kernel, from ``packed_kernel``; the values of ``rhs`` are then not read.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
     """
     on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
@@ -88,21 +93,21 @@ def run(
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return wide(lhs, rhs, extra)
+    is_qdq, is_frozen = isinstance(plan, FakeQuantized), is_frozen or stored_kernel is not None
+    if not (is_qdq or is_calibrating()):
+        used = plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad
+        warn_if_emulated(*(used[:1] if is_frozen else used), is_ragged=plan.is_ragged)
     if stored_kernel is not None:
-        plan.warn(plan.recipe.forward)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)
         return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
-    state_of = {role: getattr(states, role) for role in plan.configs}
-    is_qdq = isinstance(plan, FakeQuantized)
+    state_of = {role: getattr(states, role) for role in plan.recipe.delayed}
     if is_frozen:
-        plan.warn(plan.recipe.forward)
-        scales = {role: scale_of(plan.configs[role], state) for role, state in state_of.items()}
+        scales = {role: scale_of(plan.recipe.delayed[role], state) for role, state in state_of.items()}
         return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, _Fixed(scales, None))
-    scales = {role: step_scale(plan.configs[role], state) for role, state in state_of.items()}
+    scales = {role: step_scale(plan.recipe.delayed[role], state) for role, state in state_of.items()}
     if is_calibrating():
         return _calibrated(plan, wide, (lhs, rhs), extra, state_of, scales)
-    plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is not None:
         return _measured(plan, compute, (lhs, rhs), extra, scales)
@@ -145,14 +150,14 @@ def _run_qdq(
 ) -> jax.Array:
     """Returns the result of a ``FakeQuantized`` contraction."""
     lhs, rhs = (
-        in_qdq_with_scale(plan.configs[role], x, scales[role])
+        in_qdq_with_scale(plan.recipe.delayed[role], x, scales[role])
         if role in scales
         else quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], None)
         for role, x in zip(("input", "kernel"), operands)
     )
     out = plan.wide(lhs, rhs, extra)
     if "output_grad" in scales:
-        return out_qdq_with_scale(plan.configs["output_grad"], out, scales["output_grad"])
+        return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
     return on_cotangent(partial(_cast_output_grad, plan), out, (), innermost_only=True)
 
 
@@ -177,10 +182,8 @@ class _Fixed(NamedTuple):
 def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
-    Args:
-        plan: the ``DotContraction``; its recipe must quantize the kernel in the forward product.
-        kernel: the kernel, a wide float.
-        scale: the scale for delayed scaling; ignored otherwise.
+    The recipe of ``plan``, a ``DotContraction``, must quantize the kernel. Only delayed scaling reads the
+    scale.
     """
     quantizer, _ = plan.recipe.of_role("kernel")
 
@@ -263,7 +266,7 @@ def _calibrated(
 ) -> jax.Array:
     """Returns the product in wide dtypes, and reports the amaxes of the tensors with delayed scaling."""
     x, w = (
-        report_amax(plan.configs[role], x, _amax(plan, role, x, *extra), states[role])
+        report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, *extra), states[role])
         if role in states
         else x
         for role, x in zip(("input", "kernel"), operands)
@@ -272,7 +275,9 @@ def _calibrated(
     if role not in states:
         return out
     amax_of = partial(_amax, plan, role)
-    return report_amax_of_cotangent(plan.configs[role], amax_of, out, scales[role], states[role], *extra)
+    return report_amax_of_cotangent(
+        plan.recipe.delayed[role], amax_of, out, scales[role], states[role], *extra
+    )
 
 
 def _amax(plan: Contraction, role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,13 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.gemm.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.qtensor import Dims
-from fp8flax._core.recipes import GemmRecipe, Recipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
@@ -38,6 +38,8 @@ class RaggedContraction(Contraction):
     So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the sum of the outer products q(x[m]) q(g[m]) over the rows
     of expert e.
     """
+
+    is_ragged: ClassVar[bool] = True
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -73,9 +75,6 @@ class RaggedContraction(Contraction):
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
-
-    def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes, is_ragged=True)
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

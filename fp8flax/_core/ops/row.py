@@ -37,13 +37,8 @@ class GemmSizes(NamedTuple):
         return 2 * self.batch * self.m * self.k * self.n
 
 
-class Swapped(NamedTuple):
-    """An op whose kernel is its left operand, computed with the operands in the other order."""
-
-    arguments: tuple[Any, ...]
-    """The arguments of the op for the operands in the other order."""
-    restore: Callable[[jax.Array], jax.Array]
-    """Returns the result of the op, given the result for the operands in the other order."""
+Swapped = tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]
+"""The arguments of an op for its operands in the other order, and a function that restores its result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,17 +80,13 @@ class OpRow:
     """The field of Linen layers that takes the class of the op."""
     nnx_field: str | None = None
     """The field of NNX layers that takes an instance of the op."""
-    stacked: tuple[str, ...] = ()
-    """The roles whose state has a leading dimension, the first dimension of the kernel."""
+    is_stack: bool = False
+    """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
     is_matmul: Callable[..., bool] = lambda lhs, rhs, *arguments: True
     """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     def __reduce__(self) -> Any:
         return _row_named, (self.name,)  # copies and pickles are the row itself
-
-    def leading(self, kernel: Shape) -> dict[str, Shape]:
-        """Returns the leading dimensions of the state, by role, for a kernel of this shape."""
-        return dict.fromkeys(self.stacked, kernel[:1])
 
 
 def _params(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -126,7 +117,7 @@ def _dot_swapped(
         axes, split = list(range(out.ndim)), out.ndim - num_left
         return lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
 
-    return Swapped((((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore)
+    return (((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore
 
 
 def _dot_unsupported(params: Mapping[str, Any]) -> str | None:
@@ -212,7 +203,7 @@ RAGGED_DOT = OpRow(
     arguments=_params("precision", "preferred_element_type"),
     unsupported=_ragged_unsupported,
     nnx_field="ragged_dot",
-    stacked=("kernel",),
+    is_stack=True,
 )
 
 _ROWS = (DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)

@@ -86,9 +86,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long if case == "few rows" else ()) for case in CASES]
-)
+FIRST, *OTHERS = CASES
+
+
+@pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
 def test_ragged_dots_on_hopper(case, monkeypatch):
     monkeypatch.setattr(ragged, "tiled_gemm", tiled_gemm_in_jax)
     check_ragged_dots(*CASES[case])
@@ -100,19 +101,15 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-    check_ragged_dots(*CASES["blocks that two groups share"], interpret=InterpretGPUParams())
+    check_ragged_dots(*CASES[FIRST], interpret=InterpretGPUParams())
 
 
-@pytest.mark.parametrize("way", ["plain", "blocks", pytest.param("vmap", marks=pytest.mark.long)])
-def test_which_gpus_have_the_kernel(way):
-    """Hopper, of operands of one dtype; under transformations too. For one GPU, and for several."""
-    blocks = way == "blocks"
+@pytest.mark.parametrize("blocks", [False, True])
+def test_which_gpus_have_the_kernel(blocks):
+    """Hopper, of operands of one dtype. For one GPU, and for several."""
     recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
     f = partial(fp8_ragged_dot, states=STATELESS, recipe=recipe)
-    f = jax.vmap(f) if way == "vmap" else f
     x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
-    if way == "vmap":
-        x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))
 
     def step(x, w):
         out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
@@ -121,6 +118,6 @@ def test_which_gpus_have_the_kernel(way):
     counts = {9.0: 3} if blocks else {None: 0, 9.0: 3, 10.0: 0}
     for capability, count in counts.items():
         # Pallas's pipeline is one for int32.
-        with compile_target(capability), jax.enable_x64(way == "blocks"):
+        with compile_target(capability), jax.enable_x64(blocks):
             found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
             assert found == 2 * count

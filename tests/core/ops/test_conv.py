@@ -1,6 +1,5 @@
 """Convolutions beside JAX in float64: values, gradients and state; what they compile to for a GPU."""
 
-import functools
 import types
 import warnings
 from functools import partial
@@ -14,13 +13,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._audit import auditing
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests import reference
-from tests.cases import OWG, cells, error_of_product, struct, variables_of, with_reference
+from tests.cases import OWG, cells, error_of_product, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -44,12 +42,12 @@ CASES = {
     "dilated input, cropped": case(
         (2, 5, 4, 3), (2, 3, 3, 4), (2, 1), [(1, -1), (-1, 2)], lhs_dilation=(3, 2)
     ),
-    "groups": case((2, 5, 5, 4), (3, 3, 2, 6), (1, 1), [(1, 1), (1, 1)], groups=2),
-    "depthwise, stride": case((2, 6, 5, 3), (3, 3, 1, 6), (2, 2), [(0, 1), (1, 1)], groups=3),
+    "groups": case((2, 5, 5, 4), (3, 3, 2, 6), (1, 1), [(1, 1), (1, 1)], feature_group_count=2),
+    "depthwise, stride": case((2, 6, 5, 3), (3, 3, 1, 6), (2, 2), [(0, 1), (1, 1)], feature_group_count=3),
+    "groups of the batch": case((4, 5, 5, 3), (3, 3, 3, 6), (1, 1), [(1, 1), (1, 1)], batch_group_count=2),
     "no batch": case((0, 6, 6, 3), (3, 3, 3, 4), (1, 1), [(1, 1), (1, 1)]),
     "1×1, strides, padding": case((2, 4, 5, 3), (1, 1, 3, 4), (2, 3), [(1, 2), (0, 1)], matmul=True),
     "patches": case((2, 8, 6, 3), (4, 2, 3, 5), (4, 2), [(0, 0), (0, 0)], matmul=True),
-    "patches, SAME": case((2, 7, 3), (3, 3, 4), (3,), [(1, 1)], matmul=True),
     "windows apart, dilated": case((2, 13, 3), (2, 3, 4), (5,), [(-1, 2)], matmul=True, rhs_dilation=(3,)),
     "no patches": case((2, 3, 3), (4, 3, 4), (4,), [(0, 0)], matmul=True),
 }
@@ -61,15 +59,12 @@ def channels_last(num_spatial):
 
 
 def convolution_of(case, convolve=fp8_conv_general_dilated, **options):
-    kwargs = dict(case.kwargs)
-    if "groups" in kwargs:
-        kwargs["feature_group_count"] = kwargs.pop("groups")
     return partial(
         convolve,
         window_strides=case.strides,
         padding=case.padding,
         dimension_numbers=channels_last(len(case.strides)),
-        **kwargs,
+        **case.kwargs,
         **options,
     )
 
@@ -106,7 +101,7 @@ def make_vjp(convolve):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", cells(CASES, ("strides", "groups", "patches", "patches, SAME")))
+@pytest.mark.parametrize("name", cells(CASES, ("strides", "groups", "patches")))
 def test_values_gradients_and_state(name):
     """With amaxes that are too low for some of the data: those saturate."""
     c = CASES[name]
@@ -156,18 +151,6 @@ def test_layouts():
     jax.tree.map(np.testing.assert_array_equal, new, expected[3])
 
 
-def test_current_scaling():
-    c, recipe = CASES["strides"], fp8.Float8CurrentScaling(use_power_2_scales=True)
-    tensors = operands(c, dtype=jnp.bfloat16)
-    results = make_vjp(convolution_of(c, recipe=recipe))(*tensors, States())
-    quantizers = recipe.gemms.forward.lhs, recipe.gemms.forward.rhs, recipe.gemms.dgrad.lhs
-    x, w, g = quantized = [with_reference(q, t, None) for q, t in zip(quantizers, tensors)]
-    for actual, expected, factors in zip(results, in_float64(c, *quantized), ((x, w), (g, w), (x, g))):
-        assert actual.dtype == jnp.bfloat16
-        # A power of two leaves FP8 values that bfloat16 holds, so only the result is rounded.
-        assert error_of_product(actual, expected, *factors) <= 2**-9
-
-
 @pytest.mark.newest
 def test_recipes_of_matmuls():
     """On patches they are the matmul of the patches, in the kernel's order; elsewhere an error."""
@@ -184,45 +167,24 @@ def test_recipes_of_matmuls():
         np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        fp8.MXFP8BlockScaling(),
-        fp8.Float8CurrentScaling(granularity="axiswise"),
-        fp8.Float8CurrentScaling(high_precision_wgrad=True),
-    ],
-    ids=lambda recipe: type(recipe).__name__,
-)
-def test_elsewhere_a_tensor_has_one_scale_in_all_products(recipe):
+@pytest.mark.parametrize("options", [{"granularity": "axiswise"}, {"high_precision_wgrad": True}], ids=str)
+def test_elsewhere_a_tensor_has_one_scale_in_all_products(options):
     """Quantize-dequantize casts each tensor once."""
-    jax.eval_shape(convolution_of(CASES["patches"], recipe=recipe), *operands(CASES["patches"])[:2])
+    recipe = fp8.Float8CurrentScaling(**options)
     with pytest.raises(ValueError, match="group_count=2"):
         jax.eval_shape(convolution_of(CASES["groups"], recipe=recipe), *operands(CASES["groups"])[:2])
 
 
-def test_a_recipe_without_fp8_is_the_convolution():
-    c = CASES["groups"]
-    x, w, _ = operands(c)
-    plain = convolution_of(c, lax.conv_general_dilated)
-    np.testing.assert_array_equal(convolution_of(c, recipe=fp8.CustomRecipe())(x, w), plain(x, w))
+LAYER = nn.Conv(4, (3, 3), strides=2, conv_general_dilated_cls=OP)
+IMAGES = np.asarray(np.random.default_rng(0).normal(size=(2, 7, 6, 3)), np.float32)
+"""Of which the windows of the layer overlap."""
 
 
-@functools.cache
-def small(**fields):
-    """A layer with overlapping windows, its input, its variables, and its compiled gradient."""
-    fields = {"features": 4, "kernel_size": (3, 3), "strides": 2, **fields}
-    layer = nn.Conv(conv_general_dilated_cls=OP, **fields)
-    shape = (2, 7, 6, 3) if len(fields["kernel_size"]) == 2 else (2, 9, 3)
-    x = np.asarray(np.random.default_rng(0).normal(size=shape), np.float32)
-    variables = variables_of(layer, x)
-    return layer, x, variables
+def squares(variables, x):
+    return jnp.sum(LAYER.apply(variables, x) ** 2)
 
 
-def squares(layer, variables, x):
-    return jnp.sum(layer.apply(variables, x) ** 2)
-
-
-gradient = jit(fp8.value_and_grad(squares, (1, 2)), static_argnums=0)
+gradient = jit(fp8.value_and_grad(squares, (0, 1)))
 
 
 def new_state(grads):
@@ -231,12 +193,12 @@ def new_state(grads):
 
 def test_nan_and_inf():
     """NaN reaches the loss and an Inf in the cotangent the gradients; neither enters the state."""
-    layer, x, variables = small()
-    _, (clean, _) = gradient(layer, variables, x)
+    variables = variables_of(LAYER, IMAGES)
+    _, (clean, _) = gradient(variables, IMAGES)
     before = {**variables, OWG: clean[OWG]}
-    spoilt = x.copy()
+    spoilt = IMAGES.copy()
     spoilt[0, 0, 0, 0] = np.nan
-    value, (grads, dx) = gradient(layer, before, spoilt)
+    value, (grads, dx) = gradient(before, spoilt)
     assert np.isnan(value)
     old, new = new_state(before), new_state(grads)
     np.testing.assert_array_equal(new["input_amax_history"], old["input_amax_history"])
@@ -246,8 +208,8 @@ def test_nan_and_inf():
     assert np.isnan(dx[0]).any()
     assert np.isfinite(dx[1]).all()
     # An Inf in the cotangent is NaN in what it reaches: here one window of the first example.
-    infinite = jit(jax.grad(lambda v, x: layer.apply(v, x)[0, 0, 0, 0] * np.inf, (0, 1)))
-    grads, dx = infinite(before, x)
+    infinite = jit(jax.grad(lambda v, x: LAYER.apply(v, x)[0, 0, 0, 0] * np.inf, (0, 1)))
+    grads, dx = infinite(before, IMAGES)
     np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
     assert np.isnan(grads["params"]["kernel"]).any()
     np.testing.assert_array_equal(
@@ -257,21 +219,20 @@ def test_nan_and_inf():
 
 def test_uses_merge_by_maximum():
     """Called twice, under ``jax.vmap`` and over devices: the state is that of one call on all the data."""
-    layer, x, variables = small()
-    more = np.concatenate([x, 3 * x])
-    _, (whole, dx) = gradient(layer, variables, more)
+    variables, more = variables_of(LAYER, IMAGES), np.concatenate([IMAGES, 3 * IMAGES])
+    _, (whole, dx) = gradient(variables, more)
 
     def twice(variables, x):
-        return squares(layer, variables, x[:2]) + squares(layer, variables, x[2:])
+        return squares(variables, x[:2]) + squares(variables, x[2:])
 
     def mapped(variables, x):
-        return jnp.sum(jax.vmap(lambda x: squares(layer, variables, x))(x[:, None]))
+        return jnp.sum(jax.vmap(lambda x: squares(variables, x))(x[:, None]))
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     def sharded(variables, x):
-        return lax.psum(squares(layer, variables, x), "data")
+        return lax.psum(squares(variables, x), "data")
 
     for way in (twice, mapped, sharded):
         _, (grads, dx_) = jit(fp8.value_and_grad(way, (0, 1)))(variables, more)
@@ -282,54 +243,17 @@ def test_uses_merge_by_maximum():
         )
 
 
-def test_explicit_axes():
-    """A batch that JAX knows to be sharded, in a convolution and in patches."""
-    x = small()[1][:, :6]
-
-    class Both(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            conv = partial(nn.Conv, 4, strides=2, conv_general_dilated_cls=OP)
-            return conv((2, 2))(x) + conv((3, 3))(x)
-
-    variables = variables_of(Both(), x)
-    _, (expected, dx) = gradient(Both(), variables, x)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x, variables = (
-            jax.device_put(t, jax.sharding.NamedSharding(mesh, spec))
-            for t, spec in ((x, P("data")), (variables, P()))
-        )
-        _, (grads, dx_) = gradient(Both(), variables, x)
-    assert jax.typeof(dx_).sharding.spec[0] == "data"
-    np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-5)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), grads, expected)
-
-
 def test_second_derivatives():
     """They are those of the convolution of the rounded operands."""
-    layer, x, variables = small()
+    variables = variables_of(LAYER, IMAGES)
 
     def second(op):
-        model = layer.clone(conv_general_dilated_cls=op)
+        model = LAYER.clone(conv_general_dilated_cls=op)
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(model.apply(variables, x))))
-        return jit(jax.grad(lambda x: jnp.sum(gradient(x) ** 2)))(x)
+        return jit(jax.grad(lambda x: jnp.sum(gradient(x) ** 2)))(IMAGES)
 
     ours, wide = second(OP), second(None)
     assert np.linalg.norm(ours - wide) < 0.2 * np.linalg.norm(wide)
-
-
-def test_calibrate():
-    layer, x, variables = small()
-    names = {f"{role}_{suffix}" for role in ROLES for suffix in ("scale", "amax_history")}
-    assert set(variables[OWG]["Fp8ConvGeneralDilatedOp_0"]) == names
-    filled = fp8.calibrate(partial(squares, layer), variables, [x, 2 * x], backward=True)
-    state = new_state(filled)
-    assert state["input_amax_history"][0] == 2 * np.max(np.abs(x))
-    np.testing.assert_allclose(state["input_scale"], state["input_amax_history"][:1] / 448, rtol=1e-6)
-    plain = layer.clone(conv_general_dilated_cls=None)
-    y = plain.apply({"params": variables["params"]}, 2 * x)
-    np.testing.assert_allclose(state["output_grad_amax_history"][0], np.max(np.abs(2 * y)), rtol=1e-6)
 
 
 def test_arguments_are_honoured_or_refused():
@@ -353,35 +277,10 @@ def test_arguments_are_honoured_or_refused():
             for f in (convolve, convolution_of(c, lax.conv_general_dilated))
         ]
         assert shapes[0] == shapes[1]
-    with pytest.raises(TypeError, match="preferred_element_type"):
-        convolve(x, w, preferred_element_type=jnp.int32)
     with pytest.raises(TypeError, match="lhs"):
         convolve(x.astype(np.int32), w)
-    with pytest.raises(TypeError, match="same dtypes"):
-        convolve(x, w.astype(np.float32))
     with pytest.raises(TypeError, match="out_sharding"):
         convolve(x, w, out_sharding=P())
-    with pytest.raises(ValueError, match="feature_group_count"):
-        convolve(x, w, feature_group_count=2)
-
-
-def test_groups_of_the_batch():
-    convolve = partial(
-        fp8_conv_general_dilated,
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=channels_last(2),
-        recipe=RECIPE,
-        states=states_of(5.0, 0.3, 2e-3),
-    )
-    x, w, _ = operands(case((2, 5, 5, 3), (1, 1, 3, 4), (1, 1), "SAME"))
-
-    @jit
-    def whole_and_halves(x, w):
-        halves = [convolve(x[i : i + 1], w[..., 2 * i : 2 * i + 2]) for i in range(2)]
-        return convolve(x, w, batch_group_count=2), jnp.concatenate(halves, -1)
-
-    np.testing.assert_allclose(*whole_and_halves(x, w), rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("always")
@@ -419,44 +318,34 @@ def step_of(layer, *shape, dtype=jnp.bfloat16):
 def test_a_patch_embedding_runs_in_fp8():
     layer = nn.Conv(768, (16, 16), (16, 16), conv_general_dilated_cls=OP)
     report = fp8.audit(*step_of(layer, 32, 224, 224, 3), target="h200")
-    assert [report.num_fp8_gemms, report.num_gemms] == [3, 3]
-    found = {g.role: (g.path, g.m, g.k, g.n, g.lhs_dtype, g.rhs_dtype, g.backend) for g in report.gemms}
-    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
-    assert found == {
-        "forward": ("Conv", 6272, 768, 768, e4m3, e4m3, "cublasLt"),
-        "dgrad": ("Conv", 6272, 768, 768, e5m2, e4m3, "cublasLt"),
-        "wgrad": ("Conv", 768, 6272, 768, e4m3, e5m2, "cublasLt"),
+    assert {(g.path, g.backend, g.is_fp8) for g in report.gemms} == {("Conv", "cublasLt", True)}
+    assert {g.role: (g.m, g.k, g.n) for g in report.gemms} == {
+        "forward": (6272, 768, 768),
+        "dgrad": (6272, 768, 768),
+        "wgrad": (768, 6272, 768),
     }
 
 
 @pytest.mark.usefixtures("gpu")
-def test_overlapping_windows_are_convolved_wide(monkeypatch):
-    """In float32 XLA would find its way back to FP8, which fails where cuDNN has no such convolution."""
-    texts, read = [], auditing.read
-    monkeypatch.setattr(auditing, "read", lambda text: texts.append(text) or read(text))
-    layer = nn.Conv(64, (3, 3), 2, conv_general_dilated_cls=OP)
-    report = fp8.audit(*step_of(layer, 4, 16, 16, 3, dtype=jnp.float32), target="h200")
+@pytest.mark.parametrize(
+    ("target", "op", "reason"),
+    [
+        # XLA would find its way back to FP8, which fails where cuDNN has no such convolution.
+        ("h200", OP, "not a matmul: the same FP8 values, convolved in float32"),
+        ("h200", None, "layer not converted"),
+        ("local", None, "layer not converted"),
+    ],
+)
+def test_other_convolutions_are_listed(target, op, reason):
+    options = {} if op is None else {"conv_general_dilated_cls": op}
+    layer = nn.Conv(64, (3, 3), 2, feature_group_count=2 if op is None else 1, **options)
+    report = fp8.audit(*step_of(layer, 4, 16, 16, 32, dtype=jnp.float32), target=target)
     assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
-    assert {(g.path, g.lhs_dtype, g.backend) for g in report.gemms} == {("Conv", "float32", "cuDNN")}
-    # The rounding to FP8 is there.
-    assert "f8e4m3fn[4,16,16,3]" in texts[0]
-    assert "f8e5m2[4,8,8,64]" in texts[0]
-    assert sorted(g.role for g in report.gemms) == ["backward", "backward", "forward"]
-    (reason,) = {g.reason for g in report.gemms}
-    assert "not a matmul: the same FP8 values, convolved in float32" in reason
-
-
-@pytest.mark.parametrize(("target", "groups"), [("local", 2), ("h200", 2), ("h200", 1)])
-def test_the_audit_lists_convolutions(target, groups, request):
-    if target == "h200":
-        request.getfixturevalue("gpu")
-    layer = nn.Conv(64, (3, 3), feature_group_count=groups)
-    report = fp8.audit(*step_of(layer, 4, 16, 16, 32), target=target)
-    assert report.num_fp8_gemms == 0
     assert {g.backend for g in report.gemms} == {"other" if target == "local" else "cuDNN"}
+    assert all(reason in g.reason for g in report.gemms)
     forward = next(g for g in report.gemms if g.role == "forward")
-    assert (forward.batch, forward.m, forward.k, forward.n) == (groups, 1024, 288 // groups, 64 // groups)
-    assert "layer not converted" in forward.reason
+    sizes = forward.batch, forward.m, forward.k, forward.n
+    assert sizes == ((1, 256, 288, 64) if op else (2, 256, 144, 32))
 
 
 @pytest.mark.optimized

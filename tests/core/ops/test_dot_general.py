@@ -1,7 +1,5 @@
 """The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
 
-import functools
-import math
 import re
 from functools import partial
 
@@ -11,33 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm import gemm
-from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
-from tests import reference
 from tests.cases import (
     CONTRACTIONS,
     MATMUL,
     OWG,
     Block,
-    cells,
-    data,
-    error_of_product,
-    init,
     kept,
-    make_step,
     name_of,
     normal,
     states_of,
+    variables_of,
     vjp_of,
 )
-from tests.gpus import run_branch_for_gpus
 
 POLICIES = jax.checkpoint_policies
 
@@ -64,22 +52,19 @@ def algorithms(text):
     return found
 
 
-DELAYED = fp8.DelayedScaling(amax_history_len=2)
-BY_RECIPE = {
-    DELAYED: list(CONTRACTIONS),
-    fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True): [
-        *("two contracting, crossed", "two batches, moved", "no rows"),
-    ],
-    fp8.Float8BlockScaling(): ["two contracting, crossed", "two batches, moved", "dot to a scalar"],
+CROSSED = "two contracting, crossed", "two batches, moved"
+EXACT = {
+    fp8.DelayedScaling(amax_history_len=2): (
+        *("rhs transposed", *CROSSED, "outer product", "dot to a scalar", "no rows"),
+    ),
+    fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True): (*CROSSED, "no rows"),
+    fp8.Float8BlockScaling(): (*CROSSED, "dot to a scalar"),
 }
 
 
 @pytest.mark.parametrize(
     ("recipe", "contraction"),
-    cells(
-        [(recipe, name) for recipe, names in BY_RECIPE.items() for name in names],
-        [(DELAYED, name) for name in ("matmul", "dense on a sequence", "vector")],
-    ),
+    [(recipe, name) for recipe, names in EXACT.items() for name in names],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_integers_multiply_exactly_forward_and_backward(recipe, contraction):
@@ -101,54 +86,6 @@ def test_integers_multiply_exactly_forward_and_backward(recipe, contraction):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize(
-    ("contraction", "dtype"),
-    [
-        # The two that test_modules cannot compare with Flax, and one that both forms bring in order.
-        ("no rows", jnp.float32),
-        ("two batches, moved", jnp.bfloat16),
-        ("dot to a scalar", jnp.bfloat16),
-    ],
-    ids=name_of,
-)
-def test_the_two_forms_agree(contraction, dtype):
-    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
-    recipe = fp8.DelayedScaling(amax_history_len=3)
-    steps = {
-        form: make_step(fp8.Fp8DotGeneralOp(recipe=recipe, form=form), dims) for form in ("direct", "qdq")
-    }
-    lhs, rhs, _ = data(0, lhs_shape, rhs_shape, dims, dtype)
-    variables = init(fp8.Fp8DotGeneralOp(recipe=recipe), lhs, rhs, dims)
-    # Four roundings apart: of the result in both forms, of both dequantized operands in the reference.
-    tolerance = {jnp.float32: 1e-6, jnp.bfloat16: 2**-6, jnp.float16: 2**-9}[dtype]
-    for i in range(3):
-        lhs, rhs, g = data(i, lhs_shape, rhs_shape, dims, dtype)
-        (new, *grads), out = steps["direct"](variables, lhs, rhs, g)
-        (qdq_new, *qdq_grads), qdq_out = steps["qdq"](variables, lhs, rhs, g)
-        jax.tree.map(np.testing.assert_array_equal, new, qdq_new)
-        for ours, theirs, factors in zip(
-            (out, *grads), (qdq_out, *qdq_grads), ((lhs, rhs), (g, rhs), (lhs, g))
-        ):
-            assert ours.dtype == theirs.dtype
-            if lhs.size:
-                assert error_of_product(ours, theirs, *factors) <= tolerance
-        variables = new
-
-
-def test_bfloat16_results_are_rounded_once():
-    """The quantize-dequantize form rounds both operands as well; the direct form only the result."""
-    lhs = normal(0, 32, 64) * 3
-    rhs = normal(1, 64, 16)
-    scales = [np.max(np.abs(x)) / np.float32(448) for x in (lhs, rhs)]
-    states = States(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
-    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
-    out = jax.jit(lambda lhs, rhs, states: multiply(lhs, rhs, states=states))(lhs, rhs, states)
-    q_lhs, q_rhs = (reference.quantize(x, "float8_e4m3fn", scale) for x, scale in zip((lhs, rhs), scales))
-    exact = np.asarray(q_lhs, np.float64) @ np.asarray(q_rhs, np.float64) * float(scales[0] * scales[1])
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
-
-
 def test_float16_does_not_overflow_on_the_way():
     """448 * 448 * 64 is far above the largest float16; times the scales it is not."""
     x, w = jnp.full((2, 64), 4.48, jnp.float16), jnp.full((64, 3), 4.48, jnp.float16)
@@ -161,22 +98,18 @@ def test_float16_does_not_overflow_on_the_way():
     assert not any("f16>" in line for line in dots)
 
 
-def test_zeros_stay_zeros_where_the_scales_multiply_to_infinity():
-    x, w, g = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 3), (3, 4), (2, 4)))
-    recipe = fp8.DelayedScaling(amax_history_len=2)
-    for leaf in vjp_of(recipe, states=states_of(recipe, 1e30))(x, w, g):
-        np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=lambda d: d.__name__)
-def test_scales_whose_product_overflows(dtype):
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [(1e30, jnp.float32, np.inf), (1e30, jnp.float64, 4e60), (0.0, jnp.bfloat16, 0.0)],
+    ids=name_of,
+)
+def test_scales_whose_product_overflows(value, dtype, expected):
     with jax.enable_x64(dtype == jnp.float64):
-        x, w = jnp.full((2, 4), 1e30, dtype), jnp.full((4, 3), 1e30, dtype)
+        x, w = jnp.full((2, 4), value, dtype), jnp.full((4, 3), value, dtype)
         scale = jnp.full((1,), 1e30 / 448, jnp.float32)
         state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
         out = jax.jit(lambda x, w, state: multiply(x, w, states=States(*[state] * 3)))(x, w, state)
-        expected = np.full((2, 3), 4e60 if dtype == jnp.float64 else np.inf)
-        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_allclose(out, np.full((2, 3), expected), rtol=1e-6)
 
 
 @pytest.mark.newest
@@ -245,16 +178,7 @@ def test_a_precision_that_cannot_be_honoured(bad):
         multiply(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, bad)
 
 
-def test_under_vmap_of_the_operands():
-    """A batch axis of the operands alone; shared state is another matter."""
-    x, w = jnp.arange(24.0).reshape(4, 2, 3) % 7, jnp.ones((3, 5))
-    np.testing.assert_array_equal(jax.jit(jax.vmap(multiply, (0, None)))(x, w), x @ w)
-    np.testing.assert_array_equal(
-        jax.jit(jax.vmap(multiply, (None, 0)))(x[0], jnp.ones((4, 3, 5))), [x[0] @ w] * 4
-    )
-
-
-M, K, N = 64, 32, 48
+OP, M, K, N = fp8.Fp8DotGeneralOp, 64, 32, 48
 SCALARS = 3 * 4 + 2 * 2
 """Bytes of three float32 scales, and of the bfloat16 amaxes of two tensors."""
 DIGESTS = 3 * 3 * 4
@@ -267,28 +191,8 @@ def scanned(block, length=8, **kwargs):
     )
 
 
-def init_and_step_of(block):
-    """In float32: XLA leaves out roundings to bfloat16 where it fuses, in each program others."""
-    x = normal(0, M, K)
-    model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp, dtype=jnp.float32)
-    step = jax.jit(fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x)[0] ** 2)))
-    return partial(jax.jit(model.init), jax.random.key(1), x), step
-
-
-@functools.cache
-def two_steps_without_remat():
-    """The variables before each step, and its loss and gradients."""
-    init, step = init_and_step_of(Block)
-    variables, results = init(), []
-    for _ in range(2):
-        results.append((variables, step(variables)))
-        variables = {"params": variables["params"], OWG: results[-1][1][1][OWG]}
-    return results
-
-
 class TestResiduals:
     x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
-    square = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
 
     def test_of_a_layer_are_half_those_of_bfloat16(self):
         plain, ours = Block(N), Block(N, fp8.Fp8DotGeneralOp)
@@ -300,29 +204,25 @@ class TestResiduals:
         [
             (POLICIES.save_only_these_names(*fp8.RESIDUAL_NAMES), M * K + K * K + SCALARS),
             (POLICIES.save_only_these_names("fp8_input", "fp8_scaling"), M * K + SCALARS),
-            (None, 2 * M * K + DIGESTS),
             (POLICIES.dots_saveable, 2 * M * K + DIGESTS),
         ],
-        ids=["keep FP8", "requantize the kernel", "recompute", "dots, which FP8 GEMMs are not to JAX"],
+        ids=["keep FP8", "requantize the kernel", "dots, which FP8 GEMMs are not to JAX"],
     )
     def test_under_remat_and_scan(self, policy, per_layer):
-        block = nn.remat(Block, policy=policy, prevent_cse=False)
-        assert (
-            kept(scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp), self.square)
-            == 8 * per_layer
-        )
+        model = scanned(nn.remat(Block, policy=policy, prevent_cse=False), features=K, dot_general_cls=OP)
+        assert kept(model, self.x) == 8 * per_layer
 
     def test_a_policy_can_keep_the_outputs(self):
         class Two(nn.Module):
             @nn.compact
             def __call__(self, x):
-                x = nn.relu(Block(K, fp8.Fp8DotGeneralOp)(x)[0])
-                return Block(K, fp8.Fp8DotGeneralOp)(x)[0]
+                x = nn.relu(Block(K, OP)(x)[0])
+                return Block(K, OP)(x)[0]
 
         policy = POLICIES.save_from_both_policies(
             POLICIES.dots_saveable, POLICIES.save_only_these_names("fp8_output")
         )
-        assert kept(nn.remat(Two, policy=policy)(), self.square) == 2 * M * K + 2 * M * K + 2 * DIGESTS
+        assert kept(nn.remat(Two, policy=policy)(), self.x) == 2 * M * K + 2 * M * K + 2 * DIGESTS
 
     def test_a_gemm_that_is_computed_again_starts_from_what_was_kept(self):
         """relu needs the result of the GEMM; the block's wide input is not kept for it."""
@@ -334,70 +234,29 @@ class TestResiduals:
 
         policy = POLICIES.save_only_these_names(*fp8.RESIDUAL_NAMES)
         block = nn.remat(WithRelu, policy=policy, prevent_cse=False)
-        model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp)
-        assert kept(model, self.square) == 8 * (M * K + K * K + SCALARS)
+        model = scanned(block, features=K, dot_general_cls=OP)
+        assert kept(model, self.x) == 8 * (M * K + K * K + SCALARS)
 
     @pytest.mark.parametrize("names", [fp8.RESIDUAL_NAMES, ("fp8_input", "fp8_scaling")], ids=str)
     def test_remat_changes_no_value(self, names):
-        """JAX damages an e4m3fn array that a policy keeps; ours are kept as codes."""
-        policy = POLICIES.save_only_these_names(*names)
-        step = init_and_step_of(nn.remat(Block, policy=policy, prevent_cse=False))[1]
-        for variables, result in two_steps_without_remat():
-            jax.tree.map(np.testing.assert_array_equal, result, step(variables))
+        """JAX damages an e4m3fn array that a policy keeps; ours are kept as codes.
+
+        In float32: XLA leaves out roundings to bfloat16 where it fuses, in each program others.
+        """
+        policy, x = POLICIES.save_only_these_names(*names), normal(0, M, K)
+        models = [
+            scanned(block, length=3, features=K, dot_general_cls=OP, dtype=jnp.float32)
+            for block in (Block, nn.remat(Block, policy=policy, prevent_cse=False))
+        ]
+        plain, step = (
+            jax.jit(fp8.value_and_grad(lambda v, m=model: jnp.mean(m.apply(v, x)[0] ** 2)))
+            for model in models
+        )
+        variables = variables_of(models[0], x)
+        for _ in range(2):
+            result = plain(variables)
+            jax.tree.map(np.testing.assert_array_equal, step(variables), result)
+            variables = {**variables, OWG: result[1][OWG]}
 
 
 X, W = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((6, 8), (8, 4)))
-
-
-def test_what_is_not_multiplied_in_fp8_takes_any_precision():
-    """In the quantize-dequantize form, which the recipe's accumulation says nothing of."""
-    op = fp8.Fp8DotGeneralOp(form="qdq")
-    variables = op.init(jax.random.key(0), X, W, MATMUL)
-    apply = jax.jit(op.apply, static_argnums=(3, 4))
-    out = apply(variables, X, W, MATMUL, lax.DotAlgorithmPreset.F32_F32_F32)
-    np.testing.assert_allclose(out, apply(variables, X, W, MATMUL, None), rtol=1e-6)
-    with pytest.raises(TypeError, match="precision"):
-        fp8.Fp8DotGeneralOp().apply(variables, X, W, MATMUL, lax.DotAlgorithmPreset.F32_F32_F32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("recipe", "way"),
-    [
-        (fp8.Float8BlockScaling(), "columns"),
-        (fp8.MXFP8BlockScaling(), "FSDP"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_blocks_of_a_split_sequence(recipe, way, monkeypatch):
-    """Four CPUs, as GPUs do it: they exchange what they do in bf16, and compute what one device does."""
-    batch, sequence, depth, columns = 4, 512, 1024, 512
-    by_sequence, by_columns = P(None, "a"), P(None, None, "a")
-    specs, size = {
-        "FSDP": ((by_sequence, P("a"), by_sequence), depth * columns),
-        "columns": ((by_sequence, P(None, "a"), by_columns), batch * sequence * depth),
-    }[way]
-    shapes = (batch, sequence, depth), (depth, columns), (batch, sequence, columns)
-    rng = np.random.default_rng(0)
-    args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-
-    def step(x, w, g):
-        dims = ((2,), (0,)), ((), ())
-        out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe), x, w)
-        return out, *vjp(g)
-
-    expected = jax.jit(step)(*args)
-    run_branch_for_gpus(monkeypatch)
-    # XLA calls the rule of the parts from another thread, where no target is set.
-    monkeypatch.setattr(gemm, "compute_capability", lambda: 8.0)
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    x, w, g = (NamedSharding(mesh, spec) for spec in specs)
-    with compile_target(8.0):
-        compiled = jax.jit(step, in_shardings=(x, w, g), out_shardings=(g, x, w)).lower(*args).compile()
-    for ours, theirs in zip(compiled(*jax.device_put(args, [x, w, g])), expected):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-4)
-    # Scales are smaller. XLA's programs for CPUs send e4m3 as float16.
-    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* (all-[a-z-]+|collective-permute)", compiled.as_text())
-    sent = {(kind, dtype, math.prod(map(int, dims.split(",")))) for dtype, dims, kind in found}
-    large = {one for one in sent if one[-1] > size // 16}
-    assert large == {("all-gather", "f16", size), ("all-reduce", "f32", size)}

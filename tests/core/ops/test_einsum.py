@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from fp8flax._core.ops.einsum import _before, einsum_with
+from fp8flax._core.ops.einsum import einsum_with
 
 X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
 
@@ -52,8 +51,3 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
 def test_errors(eqn, message):
     with pytest.raises(ValueError, match=message):
         einsum_with(lax.dot_general, eqn, jnp.asarray(X), jnp.ones((4, 5)))
-
-
-def test_the_sharding_before_a_transpose():
-    assert _before(P("x", None, "y"), (2, 0, 1)) == P(None, "y", "x")
-    assert _before(P("x"), (1, 0)) == P(None, "x")

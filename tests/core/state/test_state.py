@@ -15,7 +15,6 @@ from fp8flax._core.state.state import (
     ScalingState,
     calibrated_state,
     digest_of,
-    kept_state,
     next_state,
     scale_of,
     step_scale,
@@ -66,26 +65,6 @@ def test_the_scales_are_flax_to_the_bit(dtype, length):
         np.testing.assert_array_equal(found, flax_scales(amaxes, quantizer.dtype.name, length))
 
 
-def test_a_digest_has_the_old_scale_and_the_scales_of_this_step():
-    histories = np.random.default_rng(0).lognormal(size=(3, 20)).astype(np.float32)
-    scale = np.float32([[2.0], [3.0], [4.0]])
-    found = digest_of(ScalingState(jnp.asarray(scale), jnp.asarray(histories)))
-    np.testing.assert_array_equal(found[0], scale)
-    for number, name in zip(found[1:], ("float8_e4m3fn", "float8_e5m2"), strict=True):
-        expected = [reference.next_scale(h, s, name) for h, s in zip(histories, scale)]
-        np.testing.assert_array_equal(number, expected)
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_subnormal_amax_of_a_history_counts_as_zero(options, wrap):
-    of_history = wrap(lambda h: scale_of(OPTIONS[options], ScalingState(jnp.full((1,), 0.3), h)))
-    for rest in ([], [0.0, 0.0], [0.0, 8.0]):
-        scale, expected = (of_history(jnp.float32([newest, *rest])) for newest in (1e-40, 0.0))
-        np.testing.assert_array_equal(scale, expected)
-        assert scale > 1e-4
-
-
 @pytest.mark.parametrize(("amax", "stack"), [(3.0, ()), (0.0, ()), (np.inf, ()), (-np.inf, (2,))])
 def test_next_state(amax, stack):
     """An amax of inf stands for a NaN or an Inf in the data, and -inf for empty data."""
@@ -115,17 +94,6 @@ def test_the_gradient_of_a_state_is_its_next_value(form):
         np.testing.assert_allclose(used, scales[name], rtol=1e-6)
         np.testing.assert_array_equal(new["x_scale"], [used])
         np.testing.assert_array_equal(new["x_amax_history"], [7.0, 1.0, 2.0])
-
-
-def test_kept_state_checks_each_stacked_tensor():
-    old = ScalingState(jnp.full((4, 1), 0.5), jnp.full((4, 2), 1.0))
-    newest = jnp.float32([2.0, np.inf, 2.0, 2.0])
-    new = ScalingState(
-        jnp.float32([[0.25], [0.25], [0.0], [np.nan]]), jnp.stack([newest, jnp.full((4,), 2.0)], 1)
-    )
-    kept = kept_state(old, new)
-    np.testing.assert_array_equal(kept.scale[:, 0], [0.25, 0.25, 0.5, 0.5])
-    np.testing.assert_array_equal(kept.amax_history, [[2.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2])
 
 
 def test_calibrating_the_scale_follows_from_the_amax_of_this_step():

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,44 +31,29 @@ def on_a_grid(key, shape, dtype):
     return jnp.asarray(np.random.default_rng(shape).integers(-4, 5, shape) / 8, dtype)
 
 
-def make(exact):
-    """Returns a network and its optimizer.
+def train(mesh):
+    """Returns the losses and the final variables.
 
-    With ``exact`` no sum is ever rounded: inputs, weights and scales are integers times powers of two, and
-    the optimizer takes the sign of the gradient. Then every bit must be that of a run with one process.
+    No sum is ever rounded: inputs, weights and scales are integers times powers of two, and the optimizer
+    takes the sign of the gradient. So every bit must be that of a run with one process.
     """
-    recipe = fp8.DelayedScaling(amax_history_len=3, use_power_2_scales=exact)
+    replicated, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    recipe = fp8.DelayedScaling(amax_history_len=3, use_power_2_scales=True)
     op = partial(fp8.Fp8DotGeneralOp, recipe=recipe)
     dense = partial(nn.Dense, dot_general_cls=op, kernel_init=on_a_grid)
-    model = nn.Sequential([dense(WIDTH), nn.relu, dense(2)])
-    return model, optax.sign_sgd(1 / 8) if exact else optax.adam(1e-2)
-
-
-def train(kind, mesh):
-    """Returns the losses and the final variables."""
-    replicated, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    model, tx = make(exact=kind != "adam")
+    model, tx = nn.Sequential([dense(WIDTH), nn.relu, dense(2)]), optax.sign_sgd(1 / 8)
 
     @partial(jax.jit, out_shardings=replicated)
     def start():
         variables = model.init(jax.random.key(0), jnp.zeros((ROWS, WIDTH)))
         return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
 
-    def value_and_grads(variables, x, y):
-        def loss(variables):
-            value = jnp.mean((model.apply(variables, x) - y) ** 2)
-            return lax.pmean(value, "data") if kind == "shard_map" else value
-
-        return fp8.value_and_grad(loss)(variables)
-
-    if kind == "shard_map":
-        value_and_grads = jax.shard_map(
-            value_and_grads, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()
-        )
+    def loss(variables, x, y):
+        return jnp.mean((model.apply(variables, x) - y) ** 2)
 
     @partial(jax.jit, out_shardings=replicated)
     def train_step(state, x, y):
-        value, grads = value_and_grads(state.params, x, y)
+        value, grads = fp8.value_and_grad(loss)(state.params, x, y)
         return state.apply_gradients(grads=grads), value
 
     rows = ROWS // jax.process_count()
@@ -83,15 +67,14 @@ def train(kind, mesh):
     for step in range(STEPS):
         data = data_of(step)
         assert data[0].shape == (ROWS, WIDTH)
-        state, loss = train_step(state, *data)
-        losses.append(np.asarray(loss))
+        state, value = train_step(state, *data)
+        losses.append(np.asarray(value))
     return np.stack(losses), state.params
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
-    parser.add_argument("kinds", nargs="+", choices=["exact", "adam", "shard_map"])
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
@@ -102,14 +85,11 @@ def main():
         )
     assert jax.process_count() == jax.device_count() == arguments.processes
     assert jax.local_device_count() == 1
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    found = {}
-    for kind in arguments.kinds:
-        losses, variables = train(kind, mesh)
-        found[f"{kind}/losses"] = losses
-        for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
-            assert leaf.sharding.is_fully_replicated
-            found[f"{kind}/" + "/".join(key.key for key in path)] = np.asarray(leaf)
+    losses, variables = train(Mesh(np.array(jax.devices()), ("data",)))
+    found = {"losses": losses}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
+        assert leaf.sharding.is_fully_replicated
+        found["/".join(key.key for key in path)] = np.asarray(leaf)
     np.savez(arguments.out, **found)
 
 

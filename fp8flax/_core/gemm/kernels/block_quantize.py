@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.axes import shape_varying_as
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK
@@ -86,7 +85,8 @@ def block_quantize(
             transposed[...], of_columns[...] = along_columns.T, scale
 
     def out(height: int, width: int, dtype: Any) -> Any:
-        return shape_varying_as(x, (batch, height, width), dtype)
+        axes = jax.typeof(x).manual_axis_type
+        return jax.ShapeDtypeStruct((batch, height, width), dtype, manual_axis_type=axes)
 
     def tile(height: int, width: int, *, is_transposed: bool = False) -> Any:
         index = (lambda b, i, j: (b, j, i)) if is_transposed else (lambda b, i, j: (b, i, j))

@@ -152,12 +152,7 @@ def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) 
 
 
 def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
-    """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree.
-
-    Args:
-        letter: the lower case letter of the dimension.
-        arrays: the letters of each array, and its shape and sharding.
-    """
+    """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
     found = {_axes_of(x, dims.index(letter)) for dims, x in arrays if letter in dims}
     return found.pop() if len(found) == 1 else ()
 

@@ -9,8 +9,7 @@ import pytest
 
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
-from tests.cases import error_of_product, tiled_gemm_in_jax
+from tests.cases import error_of_product
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -25,50 +24,6 @@ def interpreted(f, **kwargs):
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
     monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-
-
-# Three rows of tiles: two blocks with rows of the right operand that differ, no block, one block.
-TABLE = np.int32([[0, 2, 2], [2, 0, 1]])
-PLACES = np.int32([[1, 2, 0], [0, 1, 2], [1, 0, 1], [1, 0, 2]])
-
-
-def number(t, table, places):
-    return table[1, t]
-
-
-def block(t, b, table, places):
-    return Block(*(places[i, table[0, t] + b] for i in range(4)))
-
-
-OPTIONS = {"num_blocks": number, "block": block, "out_dtype": jnp.float32, "name": "tiles"}
-
-
-def operands():
-    rng = np.random.default_rng(0)
-    codes = [jnp.asarray(rng.normal(size=(n, 256)), E4M3) for n in (384, 384)]
-    scales = [jnp.asarray(2.0 ** rng.uniform(-3, 3, (2, n)), jnp.float32) for n in (384, 384)]
-    scales[0] = scales[0].at[0, 130:140].set(0)
-    return *codes, *scales, jnp.asarray(TABLE), jnp.asarray(PLACES)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_one_core")
-def test_a_tile_is_the_sum_of_its_blocks():
-    options = {**OPTIONS, "shape": (384, 128)}
-    out = interpreted(tiled_gemm, **options)(*operands())
-    expected = tiled_gemm_in_jax(*operands(), **options)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-3)
-    assert not expected[128:256].any()
-
-
-@pytest.mark.parametrize("columns", [128, 256])
-def test_no_more_thread_blocks_than_tiles(columns, monkeypatch):
-    """The kernel has one thread block per tile, or one per core of the GPU if there are more tiles."""
-    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 5)
-    count = min(5, 3 * columns // 128)
-    program = jax.make_jaxpr(partial(tiled_gemm, **OPTIONS, shape=(384, columns)))(*operands())
-    assert program.out_avals[0].shape == (384, columns)
-    assert f"grid=({count},)" in str(program).replace(" ", "") or f"'core':{count}" in str(program)
 
 
 @pytest.mark.long
