@@ -185,8 +185,8 @@ def check_state(variables: Any, before: Any = None) -> None:
     if not any_moves and not problems:
         problems.append(
             "No history has moved. The next state is the gradient of the old one, and the loop must keep "
-            "it, as fp8flax.TrainState and fp8flax.nnx.Optimizer do. (nnx.Optimizer does not, and a mutable "
-            "collection that `apply` returns holds the old state.)"
+            "it, as fp8flax.TrainState and fp8flax.nnx.Optimizer do. (nnx.Optimizer does not, and a "
+            "mutable collection that `apply` returns holds the old state.)"
         )
     if problems:
         what = "\n- ".join(["The FP8 scaling state is not what training leaves:", *problems])
