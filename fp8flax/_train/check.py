@@ -96,9 +96,8 @@ def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
     follows = _is_scale_of(kept.scale, before.max(-1, keepdims=True), before[..., :1])
     # A number that is not finite says that there was no gradient, no data, or a NaN or an Inf in the data.
-    numbers = jnp.concatenate([new.scale, new.amax_history[..., :1]], -1)
-    is_negative = (lax.is_finite(numbers) & (numbers < 0)).any(-1, keepdims=True)
-    return is_history & ((kept.scale == old_scale) | follows) & ~is_negative
+    is_negative = [lax.is_finite(x) & (x < 0) for x in (new.scale, new.amax_history[..., :1])]
+    return is_history & ((kept.scale == old_scale) | follows) & ~(is_negative[0] | is_negative[1])
 
 
 def _normal(x: jax.Array) -> jax.Array:
