@@ -124,12 +124,6 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _Autocast(gemms if enabled else _OFF)
 
 
-def ambient_hint() -> str:
-    """Returns a sentence that says that FP8 is off; empty if it is on."""
-    is_off = _jit_key.value is not None and _jit_key.value.recipe is _OFF
-    return " FP8 is off here, by autocast(enabled=False): call this outside of it." if is_off else ""
-
-
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
