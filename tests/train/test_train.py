@@ -304,7 +304,7 @@ def test_debug_nans():
 
 def test_pmean_gradients_is_mean_and_maximum():
     variables, xs = trained(), jnp.stack([X, 3 * X, 2 * X, X])
-    each = jax.jit(jax.vmap(partial(fp8.grad(mse), variables)))(xs)
+    each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[gradient(variables, x) for x in xs])
     reduce = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")
     reduced = jax.tree.map(lambda leaf: leaf[3], jax.jit(reduce)(each))
     assert_trees_close(reduced["params"], jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), each["params"]))
