@@ -26,8 +26,7 @@ class Format(enum.Enum):
 
     Example:
         >>> from fp8flax import Format
-        >>> forward, backward = Format.HYBRID.value
-        >>> backward
+        >>> Format.HYBRID.backward_dtype
         dtype(float8_e5m2)
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
@@ -39,6 +38,16 @@ class Format(enum.Enum):
     HYBRID_FNUZ = (_E4M3_FNUZ, _E5M2_FNUZ)
     E4M3_FNUZ = (_E4M3_FNUZ, _E4M3_FNUZ)
     E5M2_FNUZ = (_E5M2_FNUZ, _E5M2_FNUZ)
+
+    @property
+    def forward_dtype(self) -> np.dtype:
+        """Returns the dtype of inputs and kernels."""
+        return self.value[0]
+
+    @property
+    def backward_dtype(self) -> np.dtype:
+        """Returns the dtype of output gradients."""
+        return self.value[1]
 
 
 def as_fp8_dtype(dtype: Any, name: str) -> np.dtype:
