@@ -150,6 +150,24 @@ class TestSignature:
         grads = fp8.grad(lambda v: mse({k: v[k] for k in VARIABLES}, X))(with_step)
         assert_trees_equal({k: grads[k] for k in VARIABLES}, fp8.grad(mse)(VARIABLES, X))
 
+    @pytest.mark.long
+    def test_stacked_layers_with_jit_switched_off(self):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.tanh(nn.Dense(6, dot_general_cls=Op)(x)), None
+
+        layer = nn.remat(Layer, prevent_cse=False)
+        stacked = nn.scan(layer, {"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)()
+        variables = variables_of(stacked, X, None)
+
+        def step(variables):
+            return fp8.value_and_grad(lambda v: jnp.sum(stacked.apply(v, X, None)[0] ** 2))(variables)
+
+        with jax.disable_jit():
+            found = step(variables)
+        assert_trees_close(found, jax.jit(step)(variables))
+
     @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
     def test_the_collection_as_an_argument_of_its_own(self, split):
         def twice(params, state):
