@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -92,7 +93,8 @@ def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
     kept = kept_state(old, new)
     before, after = vary_alike(_normal(old.amax_history), _normal(kept.amax_history))
     moved = push_amax(after[..., 0], before)
-    is_history = ((after == before) | (after == moved))[..., 1:].all(-1, keepdims=True)
+    is_newest = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) == 0
+    is_history = (is_newest | (after == before) | (after == moved)).all(-1, keepdims=True)
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
     follows = _is_scale_of(kept.scale, before.max(-1, keepdims=True), before[..., :1])
     # A number that is not finite says that there was no gradient, no data, or a NaN or an Inf in the data.
@@ -115,11 +117,17 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
     two, and times a power of two, the margin. Or it is a power of two itself.
     """
-    amax = jnp.concatenate(amaxes, -1)
-    mantissa, _ = jnp.frexp(jnp.concatenate([scale, scale / jnp.where(amax > 0, amax, 1.0)], -1))
-    distance = jnp.abs(mantissa[..., None] - _MANTISSAS.reshape(*[1] * mantissa.ndim, -1))
-    is_near = (distance <= np.float32(2**-21)).any((-2, -1))  # eight units in the last place
-    return is_near[..., None] & (amax > 0).any(-1, keepdims=True)
+    # Written out, not as arrays of candidates: a GPU then computes all of it in one kernel.
+    quotients = [scale, *(scale / jnp.where(amax > 0, amax, 1.0) for amax in amaxes)]
+    mantissas = [jnp.frexp(quotient)[0] for quotient in quotients]
+    is_near = [
+        jnp.abs(mantissa - one) <= np.float32(2**-21)  # eight units in the last place
+        for mantissa in mantissas
+        for one in _MANTISSAS
+    ]
+    return functools.reduce(jnp.logical_or, is_near) & functools.reduce(
+        jnp.logical_or, [amax > 0 for amax in amaxes]
+    )
 
 
 def check_state(variables: Any, before: Any = None) -> None:
