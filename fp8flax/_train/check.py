@@ -47,10 +47,11 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
     paths, old_leaves, treedef = flatten(old)
     places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
     news = places.states(leaves)
-    compared = each_alike(_compared, places.states(old_leaves), news)
+    olds = places.states(old_leaves)
+    fits_of_all = each_alike(_can_follow, olds, news)
     wrong = [
         path_str(paths[j])
-        for (_, j), (_, fits) in zip(places.pairs, compared)
+        for (_, j), fits in zip(places.pairs, fits_of_all)
         if not (_is_unknown(fits) or np.all(fits))
     ]
     if wrong:
@@ -59,7 +60,7 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
             f"gradients, or belongs to other variables. {what_to_do}"
         )
-    places.put(leaves, each_alike(_after, compared, news, in_parts=True))
+    places.put(leaves, each_alike(_after, olds, news, fits_of_all, in_parts=True))
     return treedef.unflatten(leaves)
 
 
@@ -70,14 +71,8 @@ def _is_unknown(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _compared(old: ScalingState, new: ScalingState) -> tuple[ScalingState, jax.Array]:
-    """Returns the old state, which a GPU then reads once (see ``each_alike``), and ``_can_follow``."""
-    return old, _can_follow(old, new)
-
-
-def _after(compared: tuple[ScalingState, jax.Array], new: ScalingState) -> ScalingState:
+def _after(old: ScalingState, new: ScalingState, fits: jax.Array) -> ScalingState:
     """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
-    old, fits = compared
     kept = kept_state(old, new)
     return ScalingState(
         jnp.where(fits, kept.scale, np.float32(np.nan)),

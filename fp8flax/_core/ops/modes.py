@@ -43,7 +43,7 @@ from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import ScalingState, scale_of, step_scale
+from fp8flax._core.state.state import ScalingState, scale_of, step_scale, with_digests
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -105,6 +105,7 @@ def run(
     if is_frozen:
         scales = {role: scale_of(plan.recipe.delayed[role], state) for role, state in state_of.items()}
         return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, _Fixed(scales, None))
+    state_of = dict(zip(state_of, with_digests(list(state_of.values()))))
     scales = {role: step_scale(plan.recipe.delayed[role], state) for role, state in state_of.items()}
     if is_calibrating():
         return _calibrated(plan, wide, (lhs, rhs), extra, state_of, scales)

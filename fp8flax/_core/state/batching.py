@@ -51,7 +51,8 @@ def _alike(f: Callable[..., Any], in_parts: bool, trees: list[Any]) -> list[Any]
     def at_once(trees: list[Any]) -> list[Any]:
         # Because of the barrier, one kernel alone reads each array. If several GPU kernels read a donated
         # array, XLA copies it before it overwrites it.
-        stack = lax.optimization_barrier(jax.tree.map(lambda *xs: jnp.stack(xs), *trees))
+        stack = lax.optimization_barrier([_rows(of_arg) for of_arg in zip(*trees)])
+        stack = [_from_rows(like, rows) for like, rows in zip(trees[0], stack)]
         if in_parts:
             return one_by_one(_unstack(stack, len(trees)))
         return _unstack(jax.vmap(f_traced_once)(*stack), len(trees))
@@ -59,6 +60,17 @@ def _alike(f: Callable[..., Any], in_parts: bool, trees: list[Any]) -> list[Any]
     if len(trees) == 1:
         return one_by_one(trees)
     return lax.platform_dependent(trees, cpu=one_by_one, default=at_once)
+
+
+def _rows(trees: Sequence[Any]) -> jax.Array:
+    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, form a row."""
+    return jnp.stack([lax.concatenate(leaves := jax.tree.leaves(x), leaves[0].ndim - 1) for x in trees])
+
+
+def _from_rows(like: Any, rows: jax.Array) -> Any:
+    """Returns the stacked tree in ``rows``, the result of ``_rows``; ``like`` is one of its trees."""
+    leaves, treedef = jax.tree.flatten(like)
+    return treedef.unflatten(lax.split(rows, [x.shape[-1] for x in leaves], rows.ndim - 1))
 
 
 def _unstack(stack: Any, num: int) -> list[Any]:

@@ -120,13 +120,18 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
     ``merge_amax``, in the place of the cotangent of the scale. Then the "gradient" of the state is its
     ``next_state``.
     """
-    digest, history = state
-    if not is_digest(digest):
-        scale, floats = map(to_floats, state)
-        (digest,) = digests([ScalingState(scale.reshape(*floats.shape[:-1], 1), floats)])
+    ((digest, history),) = with_digests([state])
     # ``jax.checkpoint`` keeps the arguments of the function: a history that it does not read is left out.
     is_read = _place_in_digest(quantizer) is None
     return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)) if is_read else None)
+
+
+def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
+    """Returns states with a digest in the place of each scale; makes the missing digests together."""
+    missing = [state for state in states if not is_digest(state.scale)]
+    floats = [ScalingState(*map(to_floats, state)) for state in missing]
+    made = iter(digests([x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in floats]))
+    return [x if is_digest(x.scale) else x._replace(scale=next(made)) for x in states]
 
 
 @partial(jax.jit, static_argnums=0)
