@@ -15,7 +15,7 @@ from fp8flax._core.shapes import Bool, Float, Float32, Int32, Shaped
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
 SMALLEST_SCALE = np.finfo(np.float32).tiny
-_LARGEST_SCALE = np.finfo(np.float32).max
+_LARGEST = np.finfo(np.float32).max
 
 
 def finite_amax(
@@ -29,7 +29,7 @@ def finite_amax(
     """
     magnitude = jnp.where(lax.is_finite(x), jnp.abs(x), jnp.zeros((), x.dtype))
     amax = jnp.max(magnitude, axis=axes, keepdims=axes is not None, initial=0)
-    return jnp.minimum(amax.astype(jnp.float32), _LARGEST_SCALE)  # float64 may hold more
+    return jnp.minimum(amax.astype(jnp.float32), _LARGEST)  # float64 may hold more
 
 
 def delayed_amax(
@@ -147,15 +147,26 @@ def compute_scale(
 
     Source: Transformer Engine, delayed scaling (its ``scale`` is the reciprocal of this one).
     """
-    amax = jnp.asarray(amax, jnp.float32)
-    scale = jnp.asarray(scale, jnp.float32)
+    amax, scale = (jnp.asarray(x, jnp.float32) for x in (amax, scale))
+    return scale_or(jnp.where(is_usable(scale), scale, 1.0), amax, fp8_max, margin)
+
+
+def scale_or(
+    default: Float32[jax.Array, "*#dims"],
+    amax: Float32[jax.Array, "*#dims"],
+    fp8_max: Float[ArrayLike, "*#dims"],
+    margin: int = 0,
+) -> Float32[jax.Array, "*dims"]:
+    """Returns the scale of ``amax``, see ``compute_scale``; ``default`` where ``amax`` is not usable."""
     usable = is_usable(amax)
     # Powers of two change no bits. The margin is applied before the division, which could overflow.
     reciprocal = (jnp.asarray(fp8_max, jnp.float32) / 2.0**margin) / jnp.where(usable, amax, 1.0)
-    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
-    # the select between the two divisions keeps the result the same with and without jit.
-    new_scale = lax.clamp(SMALLEST_SCALE, 1.0 / jnp.where(usable, reciprocal, 1.0), _LARGEST_SCALE)
-    return jnp.where(usable, new_scale, jnp.where(is_usable(scale), scale, 1.0))
+    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit; what
+    # is between the two divisions keeps the result the same with and without jit. The second division comes
+    # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
+    reciprocal = jnp.where(usable, jnp.minimum(reciprocal, 1 / SMALLEST_SCALE), 1.0)
+    scale = jnp.where(usable, 1.0, default) / reciprocal
+    return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
 
 
 def push_amax(

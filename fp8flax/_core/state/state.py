@@ -35,7 +35,7 @@ from fp8flax._compat.max_dtype import (
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import compute_scale, is_usable, power_of_two, push_amax, scale_exponent
+from fp8flax._core.scaling import is_usable, power_of_two, push_amax, scale_exponent, scale_or
 from fp8flax._core.shapes import Float32, Shaped
 from fp8flax._core.state.batching import each_alike
 
@@ -66,13 +66,13 @@ def is_state_dtype(x: Any) -> bool:
 @partial(jax.jit, static_argnums=0)
 def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) -> jax.Array:
     """Returns the scale of this step, from the old scale and the amax of earlier steps."""
-    largest, margin = fp8_max(quantizer.dtype), quantizer.margin
-    new_scale = compute_scale(amax, scale, largest, margin)
-    if quantizer.use_power_2_scales:
-        rounded = power_of_two(scale_exponent(amax, largest, "up", margin))
-        new_scale = jnp.where(is_usable(amax), rounded, new_scale)
     # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
-    return jnp.where(scale == scale, new_scale, scale)
+    is_marked = scale != scale
+    amax, old = jnp.where(is_marked, 0.0, amax), jnp.where(is_usable(scale) | is_marked, scale, 1.0)
+    largest, margin = fp8_max(quantizer.dtype), quantizer.margin
+    if quantizer.use_power_2_scales:
+        return jnp.where(is_usable(amax), power_of_two(scale_exponent(amax, largest, "up", margin)), old)
+    return scale_or(old, amax, largest, margin)
 
 
 # A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
