@@ -227,6 +227,8 @@ def test_scanned_layers(gpu):
     assert report.flops == 7 * 8 * 2 * 512 * 128 * 256
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
+    loop = partial(lax.while_loop, lambda x: x.sum() < 8, lambda x: x @ x)
+    assert audit(loop, struct(16, 16), target="local").unknown_trip_counts
 
 
 def test_bytes_of_a_small_program(gpu):
