@@ -9,12 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import compile_for, compiles_algorithms, find_target
+from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
 from fp8flax._audit.gemms import gemms_of, with_reason
 from fp8flax._audit.hlo import parse
 from fp8flax._audit.kernels import bytes_moved, bytes_sent, collective_of, kernels_of
 from fp8flax._audit.report import AuditReport, percent
-from fp8flax._core.names import CUBLASLT
 
 _WITHOUT_TRITON = (
     "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "
@@ -67,7 +66,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     program = parse(text)
     kernels = list(kernels_of(program.entry))
     gemms = [gemm for kernel in kernels for gemm in gemms_of(kernel)]
-    without_triton = found.gpu is not None and not compiles_algorithms() and CUBLASLT in text
+    without_triton = is_without_triton(found, text)
     sent: Counter[str] = Counter()
     for kernel in kernels:
         if kind := collective_of(kernel):

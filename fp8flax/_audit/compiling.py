@@ -176,6 +176,11 @@ def compiles_algorithms() -> bool:
         return thread.submit(compile_dot).exception() is None
 
 
+def is_without_triton(target: Target, text: str) -> bool:
+    """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
+    return target.gpu is not None and not compiles_algorithms() and CUBLASLT in text
+
+
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu | None) -> Iterator[None]:
     """Sets the GPU that programs are traced and lowered for, also for Pallas; None is the local device."""
@@ -236,9 +241,7 @@ def lower_for(
 def compile_lowered(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles the result of ``lower_for``."""
     options = {}
-    lacks_algorithms = target.gpu is not None and not compiles_algorithms()
-    if lacks_algorithms and CUBLASLT in lowered.as_text(debug_info=True):
-        # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
+    if is_without_triton(target, lowered.as_text(debug_info=True)):
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
     # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles again.

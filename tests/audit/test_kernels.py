@@ -137,9 +137,11 @@ def test_loops_multiply_by_their_trip_counts(outer, inner, counts):
         "%z = f32[8]{0} negate(%x)",
         f"%t = {STATE} tuple(%p0, %z)",
     )
-    called = [loop("%inner", "%y = f32[8]{0} negate(%x)"), CONDITION, within]
+    called = [loop("%inner", "%y = f32[8,8]{1,0} dot(%x, %x)"), CONDITION, within]
     found = {k.name: k for k in kernels([STATE], while_("v", "outer", outer), called=called)}
     assert (found["z"].trip_count, found["y"].trip_count) == counts
+    (gemm,) = gemms_of(found["y"])
+    assert (gemm.trip_count, gemm.bytes) == (counts[1], counts[1] * 4 * (8 + 8 * 8))
 
 
 @pytest.mark.parametrize(
