@@ -241,8 +241,8 @@ def _accumulation(dot: Instruction) -> str:
 # Whether FP8 units compute a GEMM.
 
 _MAY_BE_FP8 = (
-    "FP8 operands, and no accumulation that makes XLA use cublasLt: in a Triton kernel the tile decides "
-    "whether FP8 units multiply them, and XLA chooses it by measuring on the device"
+    "a Triton kernel of XLA reads FP8; the size of its tile decides whether FP8 units multiply, and XLA "
+    "chooses the tile by measuring on the device"
 )
 
 
