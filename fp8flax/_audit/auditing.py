@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import compile_for, compiles_algorithms, find_target
-from fp8flax._audit.gemms import asks_for_cublaslt, with_reason
-from fp8flax._audit.kernels import read
+from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
+from fp8flax._audit.gemms import gemms_of, with_reason
+from fp8flax._audit.hlo import parse
+from fp8flax._audit.kernels import bytes_moved, bytes_sent, collective_of, kernels_of
 from fp8flax._audit.report import AuditReport, percent
 
 _WITHOUT_TRITON = (
@@ -59,29 +60,32 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
 
     Source: XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it.
     """
-    device = find_target(target)
-    compiled = compile_for(device, fn, args, keywords)
-    kernels = read(compiled.as_text() or "")
-    gemms = [gemm for kernel in kernels for gemm in kernel.gemms]
-    without_triton = (
-        device.gpu is not None and not compiles_algorithms() and any(map(asks_for_cublaslt, gemms))
-    )
+    found = find_target(target)
+    compiled = compile_for(found, fn, args, keywords)
+    text = compiled.as_text() or ""
+    program = parse(text)
+    kernels = list(kernels_of(program.entry))
+    gemms = [gemm for kernel in kernels for gemm in gemms_of(kernel)]
+    without_triton = is_without_triton(found, text)
     sent: Counter[str] = Counter()
     for kernel in kernels:
-        if kernel.collective:
-            sent[kernel.collective] += kernel.bytes_sent * kernel.trip_count
+        if kind := collective_of(kernel):
+            sent[kind] += bytes_sent(kernel, program.num_devices) * kernel.trip_count
+    moved = sum(bytes_moved(kernel) * kernel.trip_count for kernel in kernels)
+    loops = [instruction for instruction in program.instructions if instruction.opcode == "while"]
+    count = f"{found.mesh.size} × " if found.mesh is not None and found.mesh.size > 1 else ""
     return AuditReport(
-        target=device.key,
-        device=device.name,
+        target=found.key,
+        device=f"{count}{found.device.device_kind}",
         jax_version=jax.__version__,
         compiled_by=_WITHOUT_TRITON if without_triton else "JAX",
-        gemms=tuple(with_reason(gemm, device, without_triton=without_triton) for gemm in gemms),
+        gemms=tuple(with_reason(gemm, found, without_triton=without_triton) for gemm in gemms),
         num_kernels=len(kernels),
         num_launches=sum(kernel.trip_count for kernel in kernels),
         bytes_sent_by=dict(sent),
-        other_bytes=sum(k.bytes * k.trip_count for k in kernels if not k.gemms),
+        other_bytes=moved - sum(gemm.bytes for gemm in gemms),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-        unknown_trip_counts=any(kernel.is_in_unknown_loop for kernel in kernels),
+        unknown_trip_counts=any("known_trip_count" not in loop.config for loop in loops),
     )
 
 

@@ -75,12 +75,6 @@ class Target:
         """Whether the device has units that multiply FP8."""
         return compute_capability_of(self.device) >= NATIVE_FP8
 
-    @property
-    def name(self) -> str:
-        """The kind of the device, after the number of devices in the mesh."""
-        count = 1 if self.mesh is None else self.mesh.size
-        return f"{count} × {self.device.device_kind}" if count > 1 else str(self.device.device_kind)
-
 
 def find_target(target: str | Mesh) -> Target:
     """Returns the ``Target`` for a name or for a mesh. For errors see ``audit``."""
@@ -182,6 +176,11 @@ def compiles_algorithms() -> bool:
         return thread.submit(compile_dot).exception() is None
 
 
+def is_without_triton(target: Target, text: str) -> bool:
+    """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
+    return target.gpu is not None and not compiles_algorithms() and CUBLASLT in text
+
+
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu | None) -> Iterator[None]:
     """Sets the GPU that programs are traced and lowered for, also for Pallas; None is the local device."""
@@ -209,12 +208,25 @@ def lower_for(
 ) -> jax.stages.Lowered:
     """Lowers ``fn(*args, **keywords)`` for ``compile_lowered``."""
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-    sharding: jax.sharding.Sharding | None = None
-    if target.mesh is None and target.gpu is not None:
-        sharding = SingleDeviceSharding(target.device)
-    elif target.mesh is not None and jitted is not fn:  # a jitted function may have in_shardings
-        sharding = NamedSharding(target.mesh, PartitionSpec())
-    shape_of = functools.partial(_shape_of, mesh=target.mesh, elsewhere=sharding)
+    mesh = target.mesh
+    unnamed: jax.sharding.Sharding | None = None
+    if mesh is None and target.gpu is not None:
+        unnamed = SingleDeviceSharding(target.device)
+    elif mesh is not None and jitted is not fn:  # a jitted function may have in_shardings
+        unnamed = NamedSharding(mesh, PartitionSpec())
+
+    def shape_of(leaf: Any) -> Any:
+        """Returns the shape, dtype and sharding of an array; any other value unchanged."""
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return leaf
+        found, sharding = getattr(leaf, "sharding", None), unnamed
+        if mesh is not None and isinstance(found, NamedSharding):
+            fits = set(found.mesh.axis_names) <= set(mesh.axis_names)
+            sharding = NamedSharding(mesh, found.spec) if fits else unnamed
+        # Without x64, JAX computes in float32 with a float64 array of NumPy.
+        of: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
+
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))
     # JAX would lower a program without any sharding for the CPU. Tracing may compute constants on the CPU.
     device = jax.config.jax_default_device if target.gpu is None else target.device
@@ -229,9 +241,7 @@ def lower_for(
 def compile_lowered(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles the result of ``lower_for``."""
     options = {}
-    lacks_algorithms = target.gpu is not None and not compiles_algorithms()
-    if lacks_algorithms and CUBLASLT in lowered.as_text(debug_info=True):
-        # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
+    if is_without_triton(target, lowered.as_text(debug_info=True)):
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
     # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles again.
@@ -245,23 +255,3 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered) -> jax.stages.C
             "jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
         )
     return compiled
-
-
-def _shape_of(leaf: Any, mesh: Mesh | None, elsewhere: jax.sharding.Sharding | None) -> Any:
-    """Returns the shape and dtype of an array, and the sharding to compile for; any other value unchanged.
-
-    The sharding has the partition spec of the array on ``mesh``. If the array has no spec with the axes of
-    ``mesh``, its sharding is ``elsewhere``.
-    """
-    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        return leaf
-    found = getattr(leaf, "sharding", None)
-    if (
-        mesh is not None
-        and isinstance(found, NamedSharding)
-        and set(found.mesh.axis_names) <= set(mesh.axis_names)
-    ):
-        elsewhere = NamedSharding(mesh, found.spec)
-    # Without x64, JAX computes in float32 with a float64 array of NumPy.
-    of: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=elsewhere, weak_type=of.weak_type)

@@ -88,6 +88,15 @@ class Instruction:
         _, name, text = self.attributes.partition("backend_config=")
         return json.JSONDecoder().raw_decode(text)[0] if name else {}
 
+    @property
+    def trip_count(self) -> int:
+        """How often one call of the program runs it; a loop of unknown trip count counts once."""
+        caller = self.computation.caller
+        if caller is None:
+            return 1
+        known = caller.config.get("known_trip_count", {}) if caller.opcode == "while" else {}
+        return caller.trip_count * int(known.get("n", 1))
+
     def attribute(self, name: str) -> str:
         """Returns the value of an attribute, without braces or quotes; an empty string if it is missing."""
         found = re.search(rf'(?:^|[ ,{{]){name}=(?:\{{([^}}]*)\}}|"([^"]*)"|([^, ]+))', self.attributes)
@@ -102,7 +111,6 @@ class Instruction:
 class Computation:
     """A function of HLO."""
 
-    name: str
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
     """The instructions by name, in order."""
     root: Instruction | None = None
@@ -124,10 +132,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The computations of an HLO module by name."""
+    """An HLO module."""
 
-    computations: dict[str, Computation]
     entry: Computation
+    instructions: list[Instruction]
+    """The instructions of all computations."""
     num_devices: int
 
 
@@ -140,34 +149,14 @@ _CALLS = re.compile(
 """The attributes that name the computations that an instruction runs."""
 
 
-def _link(program: Program) -> None:
-    """Connects each instruction with its operands, its users and the computations that it runs."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode not in ("constant", "parameter"):
-                names = re.findall(r"%([^\s,(){}]+)", instruction.text)
-                instruction.operands = [computation.instructions[name] for name in names]
-            for operand in dict.fromkeys(instruction.operands):
-                operand.users.append(instruction)
-            for value in _CALLS.findall(instruction.attributes):
-                for name in re.findall(r"%([^\s,}]+)", value):
-                    if name in program.computations:
-                        instruction.called.append(program.computations[name])
-                        program.computations[name].caller = instruction
-
-
 def parse(text: str) -> Program:
-    """Parses the text of an HLO module.
-
-    Raises:
-        ValueError: the text is not an HLO module, or an instruction is not in a known form.
-    """
+    """Parses the text of an HLO module. In it operands and called computations stand before their users."""
     computations: dict[str, Computation] = {}
     entry = computation = None
     for line in text.splitlines():
         if computation is None:
             if header := re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line):
-                computation = computations[header[2]] = Computation(header[2])
+                computation = computations[header[2]] = Computation()
                 entry = computation if header[1] else entry
         elif line.startswith("}"):
             computation = None
@@ -181,9 +170,17 @@ def parse(text: str) -> Program:
             instruction = Instruction(name, opcode, results, operands, attributes, computation)
             computation.instructions[name] = instruction
             computation.root = instruction if is_root else computation.root
+            if opcode not in ("constant", "parameter"):
+                names = re.findall(r"%([^\s,(){}]+)", operands)
+                instruction.operands = [computation.instructions[name] for name in names]
+            for operand in dict.fromkeys(instruction.operands):
+                operand.users.append(instruction)
+            called = re.findall(r"%([^\s,{}]+)", " ".join(_CALLS.findall(attributes)))
+            instruction.called = [computations[name] for name in called if name in computations]
+            for one in instruction.called:
+                one.caller = instruction
     if entry is None:
         raise ValueError("this is not the text of an HLO module: it has no entry computation.")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    program = Program(computations, entry, math.prod(map(int, counts)))
-    _link(program)
-    return program
+    instructions = [i for one in computations.values() for i in one.instructions.values()]
+    return Program(entry, instructions, math.prod(map(int, counts)))

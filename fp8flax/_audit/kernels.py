@@ -1,21 +1,21 @@
-"""Reads a compiled program: its GPU kernels, and the bytes that each moves or sends to other devices."""
+"""Finds the GPU kernels of a compiled program, and the bytes that each moves or sends to other devices."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
 
-from fp8flax._audit.dots import gemms_of
-from fp8flax._audit.gemms import AuditedGemm
-from fp8flax._audit.hlo import SLICES, VIEWS, Computation, Instruction, parse
+from fp8flax._audit.hlo import SLICES, VIEWS, Computation, Instruction
 
 _FREE = re.compile(
     r"add-dependency|after-all|bitcast|constant|get-tuple-element|opt-barrier|parameter|tuple"
     r"|(partition|replica)-id|\S+-done"
 )
 """The opcodes of instructions that launch no GPU kernel."""
+
+_BUFFERS = ("AllocateBuffer", "CreateBuffer")
+"""The targets of custom calls that launch no GPU kernel."""
 
 _COLLECTIVE = re.compile(
     r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
@@ -24,60 +24,20 @@ _COLLECTIVE = re.compile(
 """The opcodes of collective operations."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One GPU kernel: an instruction of the entry computation or of the body of a loop."""
-
-    name: str
-    bytes: int
-    """Bytes that one launch reads and writes."""
-    trip_count: int
-    """Launches per call of the program: the product of the trip counts of the loops around it."""
-    gemms: tuple[AuditedGemm, ...]
-    collective: str
-    """The name of a collective operation, such as ``all-gather``; empty for other kernels."""
-    bytes_sent: int
-    """Bytes that each device sends to other devices in one launch."""
-    is_in_unknown_loop: bool
-    """Whether XLA does not know the trip count of a loop around the kernel. Such a loop counts once."""
-
-
-def read(text: str) -> list[Kernel]:
-    """Returns the kernels of an optimized HLO module, with those of all branches of a conditional.
-
-    ``text`` is what ``compiled.as_text()`` returns. Raises ``ValueError`` if it is no HLO module.
-    """
-    program = parse(text)
-    return list(_kernels(program.entry, 1, False, program.num_devices))
-
-
-def _kernels(
-    computation: Computation, trip_count: int, is_in_unknown_loop: bool, num_devices: int
-) -> Iterator[Kernel]:
-    """Yields the kernels of a computation, which runs ``trip_count`` times."""
+def kernels_of(computation: Computation) -> Iterator[Instruction]:
+    """Yields the instructions that launch a GPU kernel, also in the bodies of loops and in all branches."""
     for instruction in computation.instructions.values():
-        opcode = instruction.opcode
-        if opcode == "while":
-            count = instruction.config.get("known_trip_count", {}).get("n")
-            trips, is_unknown = trip_count * int(count or 1), is_in_unknown_loop or count is None
+        if instruction.opcode in ("while", "call", "conditional", "async-start", "call-start"):
             for called in instruction.called:
-                yield from _kernels(called, trips, is_unknown, num_devices)
-        elif opcode in ("call", "conditional", "async-start", "call-start"):
-            for called in instruction.called:
-                yield from _kernels(called, trip_count, is_in_unknown_loop, num_devices)
-        elif not (_FREE.fullmatch(opcode) or instruction.target in ("AllocateBuffer", "CreateBuffer")):
-            moved = bytes_moved(instruction)
-            collective = _COLLECTIVE.fullmatch(opcode)
-            kind = collective[1] if collective else ""
-            yield Kernel(
-                name=instruction.name,
-                bytes=moved,
-                trip_count=trip_count,
-                gemms=tuple(gemms_of(instruction, trip_count, moved)),
-                collective=kind,
-                bytes_sent=bytes_sent(instruction, kind, num_devices) if kind else 0,
-                is_in_unknown_loop=is_in_unknown_loop,
-            )
+                yield from kernels_of(called)
+        elif not (_FREE.fullmatch(instruction.opcode) or instruction.target in _BUFFERS):
+            yield instruction
+
+
+def collective_of(kernel: Instruction) -> str:
+    """Returns the name of a collective operation, such as ``all-gather``; empty for other kernels."""
+    found = _COLLECTIVE.fullmatch(kernel.opcode)
+    return found[1] if found else ""
 
 
 # Bytes that a GPU kernel reads and writes.
@@ -144,36 +104,27 @@ def _behind_bitcasts(value: Instruction) -> Instruction:
 # Bytes that a device sends.
 
 
-def bytes_sent(collective: Instruction, kind: str, num_devices: int) -> int:
+def bytes_sent(collective: Instruction, num_devices: int) -> int:
     """Returns the bytes that each device sends in one run of a collective operation.
 
-    With operands of ``O`` bytes on each of the ``n`` devices of a group, a device sends
-
-    * all-gather: ``O * (n - 1)``, which is ``R * (n - 1) / n`` for a result of ``R`` bytes
-    * reduce-scatter, all-to-all: ``O * (n - 1) / n``
-    * all-reduce: ``2 * O * (n - 1) / n``, as a reduce-scatter and an all-gather
-    * collective-permute, collective-broadcast: ``O``
-
-    A ragged all-to-all counts as an all-to-all of its whole data operand, since its sizes are not known.
-    ``num_devices`` devices run the program.
+    A device sends to the ``size - 1`` other devices of its group their parts of its operand, and in an
+    all-gather the whole operand. An all-reduce is a reduce-scatter and an all-gather. A ragged all-to-all
+    counts as an all-to-all of its whole data operand, since its sizes are not known.
     """
+    kind, size = collective_of(collective), _group_size(collective, num_devices)
     # The operands of a ragged all-to-all are data, a buffer for the result, and numbers.
-    operands = collective.operands[:1] if kind == "ragged-all-to-all" else collective.operands
-    total = sum(operand.bytes for operand in operands)
-    if kind in ("collective-permute", "collective-broadcast"):
-        return total
-    size = _group_size(collective, num_devices)
-    if kind == "all-gather":
-        return total * (size - 1)
-    return (2 if kind == "all-reduce" else 1) * total * (size - 1) // size
+    operands = collective.operands[: 1 if kind == "ragged-all-to-all" else None]
+    times = {
+        "all-gather": size * (size - 1),
+        "all-reduce": 2 * (size - 1),
+        "collective-permute": size,
+        "collective-broadcast": size,
+    }.get(kind, size - 1)
+    return sum(operand.bytes for operand in operands) * times // size
 
 
 def _group_size(collective: Instruction, num_devices: int) -> int:
-    """Returns the number of devices in a group; all groups must have the same size.
-
-    Raises:
-        ValueError: the groups are written in a form that is not known.
-    """
+    """Returns the number of devices in a group; all groups must have the same size."""
     text = collective.attributes.partition("replica_groups=")[2]
     if text.startswith("{}") or not text:  # all devices
         return num_devices

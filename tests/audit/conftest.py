@@ -8,6 +8,6 @@ from fp8flax._audit import auditing
 @pytest.fixture
 def texts(monkeypatch):
     """Returns the list of the programs that are audited."""
-    found, read = [], auditing.read
-    monkeypatch.setattr(auditing, "read", lambda text: found.append(text) or read(text))
+    found, parse = [], auditing.parse
+    monkeypatch.setattr(auditing, "parse", lambda text: found.append(text) or parse(text))
     return found

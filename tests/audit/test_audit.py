@@ -17,7 +17,7 @@ from jax.lax import DotAlgorithmPreset as Preset
 import fp8flax as fp8
 import fp8flax.nnx
 from fp8flax import assert_fp8, audit
-from fp8flax._audit import auditing, compiling
+from fp8flax._audit import compiling
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.gemms import path_of, role_of, with_reason
 from fp8flax._core.gemm.gpus import GPUS
@@ -84,8 +84,7 @@ def test_flax_direct_op(gpu):
 @pytest.fixture
 def _no_algorithms(gpu, monkeypatch):
     """Lets the audit compile as where JAX compiles no FP8 algorithm for an absent GPU."""
-    for module in (compiling, auditing):
-        monkeypatch.setattr(module, "compiles_algorithms", lambda: False)
+    monkeypatch.setattr(compiling, "compiles_algorithms", lambda: False)
 
 
 @pytest.mark.long
@@ -227,6 +226,9 @@ def test_scanned_layers(gpu):
     assert report.flops == 7 * 8 * 2 * 512 * 128 * 256
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
+    known = partial(lax.fori_loop, 0, 9, lambda _, x: x @ x)
+    unknown = partial(lax.while_loop, jnp.any, jnp.sin)
+    assert audit(lambda x: unknown(known(x)), struct(16, 16), target="local").unknown_trip_counts
 
 
 def test_bytes_of_a_small_program(gpu):

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._audit import hlo, kernels
 from fp8flax._audit.compiling import compile_for, find_target, lower_for
+from fp8flax._audit.hlo import parse
+from fp8flax._audit.kernels import kernels_of
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -112,13 +113,9 @@ def test_kernels_are_quantized_once_for_all_microbatches():
     model, x = nn.Dense(384, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp), struct(5, 640, 256)
     variables = jax.eval_shape(lambda x: model.init(jax.random.key(0), x[0]), x)
     step = fp8.accumulate_gradients(lambda v, x: jnp.mean(model.apply(v, x).astype(jnp.float32) ** 2))
-    text = compiled(jax.jit(step), variables, x)
-    instructions = {
-        i.name: i for c in hlo.parse(text).computations.values() for i in c.instructions.values()
-    }
     casts = Counter()
-    for kernel in kernels.read(text):
-        fused = instructions[kernel.name].fused
+    for kernel in kernels_of(parse(compiled(jax.jit(step), variables, x)).entry):
+        fused = kernel.fused
         for inner in fused.instructions.values() if fused else ():
             if inner.opcode == "convert" and inner.result.dtype == "f8e4m3fn":
                 casts[inner.result.size] += kernel.trip_count

@@ -2,8 +2,9 @@
 
 import pytest
 
+from fp8flax._audit.gemms import gemms_of
 from fp8flax._audit.hlo import Array, parse
-from fp8flax._audit.kernels import read
+from fp8flax._audit.kernels import bytes_moved, bytes_sent, collective_of, kernels_of
 
 HEADER = 'HloModule jit_f, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "f.py"\n\n'
 
@@ -18,12 +19,13 @@ def computation(name, types, *lines):
 
 def kernels(types, *lines, called=()):
     """Returns the kernels of a program; ``called`` are the texts of further computations."""
-    return read(HEADER + "\n".join([*called, computation("ENTRY %main", types, *lines)]))
+    program = parse(HEADER + "\n".join([*called, computation("ENTRY %main", types, *lines)]))
+    return list(kernels_of(program.entry))
 
 
 def gemm_of(*args, **keywords):
     """Returns the only GEMM of the kernels."""
-    (found,) = [gemm for kernel in kernels(*args, **keywords) for gemm in kernel.gemms]
+    (found,) = [gemm for kernel in kernels(*args, **keywords) for gemm in gemms_of(kernel)]
     return found
 
 
@@ -38,7 +40,8 @@ def test_types_layouts_and_comments_are_parsed():
         "metadata={op_name=\"x[\\'a\\']\"}",
     )
     program = parse(HEADER + computation("ENTRY %main", ["f32[8]{0:T(256)S(1)}"], *lines))
-    x, y, both = program.entry.instructions.values()
+    assert program.num_devices == 8
+    x, y, both = program.instructions
     assert y.results == (Array("f32", (8,)), Array("bf16", (2, 3)), Array("pred", ()))
     assert (y.target, both.op_name) == ("a(b", "x['a']")
     assert both.operands == [y, x]
@@ -97,7 +100,7 @@ UPDATED = (
 def test_bytes_of_a_kernel(types, line, fused, size):
     called = [computation("%fused", types, *fused)] if fused else []
     (kernel,) = kernels(types, line, called=called)
-    assert (kernel.bytes, kernel.trip_count, kernel.gemms) == (size, 1, ())
+    assert (bytes_moved(kernel), kernel.trip_count, list(gemms_of(kernel))) == (size, 1, [])
 
 
 # Loops and calls.
@@ -125,7 +128,7 @@ CONDITION = computation("%condition", [STATE], "%less = pred[] negate(%p0)")
     [(5, 3, (5, 15)), (5, None, (5, 5)), (None, 3, (1, 3))],
 )
 def test_loops_multiply_by_their_trip_counts(outer, inner, counts):
-    """Also in a loop inside of a loop. A loop of unknown length counts once, and its kernels say so."""
+    """Also in a loop inside of a loop. A loop of unknown length counts once."""
     within = computation(
         "%outer",
         [STATE],
@@ -134,11 +137,11 @@ def test_loops_multiply_by_their_trip_counts(outer, inner, counts):
         "%z = f32[8]{0} negate(%x)",
         f"%t = {STATE} tuple(%p0, %z)",
     )
-    called = [loop("%inner", "%y = f32[8]{0} negate(%x)"), CONDITION, within]
+    called = [loop("%inner", "%y = f32[8,8]{1,0} dot(%x, %x)"), CONDITION, within]
     found = {k.name: k for k in kernels([STATE], while_("v", "outer", outer), called=called)}
     assert (found["z"].trip_count, found["y"].trip_count) == counts
-    assert found["z"].is_in_unknown_loop == (outer is None)
-    assert found["y"].is_in_unknown_loop == (None in (outer, inner))
+    (gemm,) = gemms_of(found["y"])
+    assert (gemm.trip_count, gemm.bytes) == (counts[1], counts[1] * 4 * (8 + 8 * 8))
 
 
 @pytest.mark.parametrize(
@@ -180,12 +183,13 @@ def test_calls_and_every_branch_are_followed(line):
 def test_bytes_that_a_device_sends(kind, line, sent):
     """``n`` devices of a group; an all-gather sends ``n - 1`` times the operand, and so on."""
     found = kernels(["f32[8]"], line)
-    assert [(k.collective, k.bytes_sent) for k in found if k.collective] == ([(kind, sent)] if kind else [])
+    assert [(collective_of(k), bytes_sent(k, 8)) for k in found] == ([(kind, sent)] if kind else [])
 
 
 def test_groups_in_an_unknown_form_are_refused():
+    (kernel,) = kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")
     with pytest.raises(ValueError, match="not in a known form: <new>"):
-        kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")
+        bytes_sent(kernel, 8)
 
 
 # GEMMs.

@@ -11,8 +11,10 @@ import pytest
 
 import fp8flax as fp8
 from benchmarks import llama
-from fp8flax._audit import kernels
 from fp8flax._audit.compiling import compile_for, find_target
+from fp8flax._audit.gemms import gemms_of
+from fp8flax._audit.hlo import parse
+from fp8flax._audit.kernels import bytes_moved, kernels_of
 from tests.cases import struct
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
@@ -30,16 +32,17 @@ def compiled(step, *args):
     """Returns a program compiled for an H200: its text, its kernels, and its temporary bytes."""
     program = compile_for(find_target("h200"), step, args)
     text = program.as_text()
-    return text, kernels.read(text), program.memory_analysis().temp_size_in_bytes
+    return text, list(kernels_of(parse(text).entry)), program.memory_analysis().temp_size_in_bytes
 
 
 def figures_of_llama(how):
     """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
     step, initial, x = llama.training_step(how, 4096)
     _, found, temporary = compiled(step, jax.eval_shape(initial), x)
-    for gemm in (gemm for kernel in found for gemm in kernel.gemms):
+    for gemm in (gemm for kernel in found for gemm in gemms_of(kernel)):
         assert (gemm.backend == "cublasLt" and gemm.lhs_dtype.startswith("float8")) == (how != "bf16")
-    return len(found), sum(k.bytes for k in found if not k.gemms) // MIB, temporary // MIB
+    others = [kernel for kernel in found if not list(gemms_of(kernel))]
+    return len(found), sum(map(bytes_moved, others)) // MIB, temporary // MIB
 
 
 @pytest.mark.newest

@@ -340,12 +340,11 @@ def test_as_one_device(recipe, name, cell):
 def bytes_gathered(program):
     """Returns the output bytes of all-gathers by dtype, without those of single numbers and rows."""
     total = collections.Counter()
-    for computation in parse(program).computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode in ("all-gather", "all-gather-done"):
-                for array in instruction.results:
-                    if len(array.dims) > 1:
-                        total[array.dtype] += array.bytes
+    for instruction in parse(program).instructions:
+        if instruction.opcode in ("all-gather", "all-gather-done"):
+            for array in instruction.results:
+                if len(array.dims) > 1:
+                    total[array.dtype] += array.bytes
     return total
 
 
