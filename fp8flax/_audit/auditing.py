@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import compile_for, compiles_algorithms, find_target
+from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.gemms import asks_for_cublaslt, with_reason
 from fp8flax._audit.kernels import read
 from fp8flax._audit.report import AuditReport, percent
+from fp8flax._core.gemm.gpus import compiles_algorithms
 
 _WITHOUT_TRITON = (
     "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "

@@ -30,17 +30,18 @@ from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
+    absent_gpu,
+    compiles_algorithms,
     compute_capability,
     has_units_for_blocks,
     is_hopper,
-    takes_algorithms,
 )
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor, dequantized
+from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized
 from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
@@ -279,7 +280,8 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     then not use cublasLt. So rows are multiplied in pairs. (A transposed operand also avoids this, but is
     gathered once more.)
     """
-    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
+    takes_algorithms = absent_gpu() is None or compiles_algorithms()
+    precision: Any = (ALGORITHMS if takes_algorithms else _PRECISIONS)[gemm.accumulation]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
@@ -410,22 +412,46 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     return _from_matrices(gemm, a, b, vary_alike(out, left, right)[0])
 
 
-def _hopper(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+def _hopper(gemm: Gemm, a: QTensor, b: QTensor, *, interpret: Any = None) -> jax.Array:
     """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns.
 
-    The kernel applies the scales to the sum over each block of 128 columns. In the right operand 128 rows
-    share a scale, or each row has its own.
+    In the right operand 128 rows share a scale, or each row has its own. ``interpret`` is that of
+    ``tiled_gemm``.
     """
-    left, left_scale, left_height = _as_matrices(a, gemm.lhs(a))
-    right, right_scale, height = _as_matrices(b, gemm.rhs(b))
-    out = hopper_block_gemm(
+
+    def operand(x: QTensor, dims: Dims, *, is_right: bool) -> tuple[jax.Array, jax.Array]:
+        """Returns the matrices, one below the other, and the scales of the rows in each block."""
+        codes, scale, height = _as_matrices(x, dims)
+        batch, rows, depth = codes.shape
+        unit = BLOCK if is_right and height % BLOCK == 0 else 1  # the rows that share a scale
+        scale = jnp.repeat(scale, height // unit, axis=1)
+        codes = padded(codes, (batch, round_up(rows), depth))
+        scale = padded(scale, (batch, round_up(rows) // unit, depth // BLOCK))
+        # The blocks come first, because the kernel fetches the scales of the rows of a block.
+        return codes.reshape(-1, depth), jnp.moveaxis(scale, 2, 0).reshape(depth // BLOCK, -1)
+
+    left, left_scale = operand(a, gemm.lhs(a), is_right=False)
+    right, right_scale = operand(b, gemm.rhs(b), is_right=True)
+    num_matrices = math.prod(a.shape[: gemm.num_batch])
+    rows, columns = (x.shape[0] // num_matrices for x in (left, right))
+
+    def block(t: Any, b: Any) -> Block:
+        matrix = lax.div(t, np.int32(rows // TILE))
+        return Block(lhs=t, rhs=matrix * np.int32(columns // TILE), depth=b, scale=t)
+
+    out = tiled_gemm(
         left,
         right,
-        jnp.repeat(left_scale, left_height, axis=1),
-        jnp.repeat(right_scale, height if height % BLOCK else height // BLOCK, axis=1),
+        left_scale,
+        right_scale,
+        num_blocks=left.shape[1] // BLOCK,
+        block=block,
+        shape=(num_matrices * rows, columns),
         out_dtype=jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype,
+        name=BLOCK_GEMM_HOPPER,
+        interpret=interpret,
     )
-    return _from_matrices(gemm, a, b, out)
+    return _from_matrices(gemm, a, b, out.reshape(num_matrices, rows, columns))
 
 
 def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:

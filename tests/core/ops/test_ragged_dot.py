@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm import gemm, ragged
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
@@ -336,7 +336,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(monkeypatch):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
     places = split, split, split, whole
-    with compile_target(8.0):
+    with compiling_for(GPUS["a100"]):
         compiled = jit(step, in_shardings=places, out_shardings=split).lower(x, w, g, sizes).compile()
     for ours, theirs in zip(compiled(*jax.device_put((x, w, g, sizes), places)), expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)

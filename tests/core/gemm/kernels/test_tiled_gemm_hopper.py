@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from tests.cases import error_of_product
+from tests.cases import error_of_product, hopper_gemm
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -45,7 +44,7 @@ def test_stacks_of_matrices(shape, out_dtype):
         jnp.asarray(2.0 ** rng.uniform(-3, 3, (batch, n, depth // 128)), jnp.float32)
         for n in (rows, blocks)
     ]
-    out = interpreted(hopper_block_gemm, out_dtype=out_dtype)(*codes, *scales)
+    out = interpreted(hopper_gemm, out_dtype=out_dtype)(*codes, *scales)
     assert (out.shape, out.dtype) == ((batch, rows, filled), out_dtype)
     wide = [
         np.repeat(np.repeat(s, c.shape[1] // s.shape[1], 1), 128, 2) * np.asarray(c, np.float64)
@@ -67,7 +66,7 @@ def test_scales_almost_out_of_range():
         for one, n in zip(magnitudes.T, (2, 3))
     ]
     codes[0], scales[0] = codes[0].at[:, 1, 128:].set(0), scales[0].at[:, 1, 1].set(1)
-    out = interpreted(hopper_block_gemm, out_dtype=jnp.float32)(*codes, *scales)
+    out = interpreted(hopper_gemm, out_dtype=jnp.float32)(*codes, *scales)
     wide = [
         np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
         for c, s in zip(codes, scales)
