@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.groups import ends_of_groups
-from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
+from fp8flax._core.gemm.ragged import columns_first, multiply_ragged
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.modes import check_operands, run, traced
@@ -69,8 +69,9 @@ class RaggedContraction(Contraction):
     def product(self, name: str) -> Callable[..., jax.Array]:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        ragged = Ragged(gemm, is_sum=name == WGRAD, is_transposed=name == FORWARD)
-        return partial(multiply_ragged, ragged)
+        if name != FORWARD:
+            return partial(multiply_ragged, gemm)
+        return lambda x, w, group_sizes: multiply_ragged(gemm, x, columns_first(w), group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
