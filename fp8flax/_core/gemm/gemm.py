@@ -398,12 +398,8 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
-        if scale.dtype == jnp.float8_e8m0fnu:
-            bits = lax.bitcast_convert_type(scale, jnp.uint8)
-        else:  # the exponent field of a float32 power of two is its E8M0 code
-            bits = (lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)).astype(jnp.uint8)
-        bits = jnp.repeat(jnp.repeat(bits, height, axis=1), x.quantizer.block[1] // MX_COLUMNS, axis=2)
-        return codes, lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+        scale = jnp.repeat(scale.astype(jnp.float8_e8m0fnu), height, axis=1)
+        return codes, jnp.repeat(scale, x.quantizer.block[1] // MX_COLUMNS, axis=2)
 
     (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype

@@ -213,22 +213,18 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
 
-def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
-    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
-
-    Blackwell has no units for the block scales of a ragged dot.
-    """
+def warn_if_emulated(*recipes: GemmRecipe) -> None:
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
     if absent_gpu() is not None:
         return
     capability, kind = compute_capability(), jax.devices()[0].device_kind
-    has_kernel = not (is_ragged and capability >= NATIVE_MX)
     if capability < NATIVE_FP8:
         text = (
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
     elif not all(
-        has_kernel and has_units_for_blocks(one.lhs, one.rhs, capability)
+        has_units_for_blocks(one.lhs, one.rhs, capability)
         for one in recipes
         if isinstance(one.lhs, BlockQuantizer) and isinstance(one.rhs, BlockQuantizer)
     ):

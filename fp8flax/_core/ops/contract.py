@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -102,8 +102,6 @@ class Contraction:
     """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
-    is_ragged: ClassVar[bool] = False
-    """Whether rows are multiplied by the kernels of their experts."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:

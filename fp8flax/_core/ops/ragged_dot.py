@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,6 @@ class RaggedContraction(Contraction):
     So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the sum of the outer products q(x[m]) q(g[m]) over the rows
     of expert e.
     """
-
-    is_ragged: ClassVar[bool] = True
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
