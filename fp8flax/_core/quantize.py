@@ -250,16 +250,6 @@ def cast_to_representable(
     return quantize_dequantize(x, q_dtype, jnp.asarray(scale, jnp.float32))
 
 
-def clipped(x: Float[jax.Array, "*dims"], limit: float) -> Float[jax.Array, "*dims"]:
-    """Returns ``x`` clipped to ``-limit`` and ``limit``; a NaN stays a NaN.
-
-    Our GPU kernels use it instead of ``jnp.clip``. The minimum and maximum of Pallas's Triton backend
-    return the number if the other operand is a NaN, so they would lose the NaN.
-    """
-    bound = np.array(limit, x.dtype)
-    return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-
-
 def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
     """Returns a cotangent in which each Inf is replaced by a NaN.
 

@@ -286,7 +286,7 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
 
 def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
     """Quantizes a canonical tensor in blocks for both products."""
-    cast = Cast(quantizer, *plan.dims[role], inf_is_nan=role == "output_grad")
+    cast = Cast(quantizer, plan.dims[role][0], inf_is_nan=role == "output_grad")
     one, other = no_derivative(partial(quantize_blocks, cast))(x)
     # A GPU makes the codes of square blocks in the order of each product.
     return one, one if quantizer.serves_both and not compute_capability() else other

@@ -19,7 +19,7 @@ from jax import lax
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantize import clipped, divided
+from fp8flax._core.quantize import divided
 from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
@@ -66,7 +66,10 @@ def block_quantize(
         else:
             scale = compute_scale(amax, 1.0, limit)
             scaled = divided(values, scale)
-        return clipped(scaled, limit).astype(dtype), scale
+        # Pallas's minimum and maximum return the number if the other operand is a NaN.
+        bound = np.float32(limit)
+        saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
+        return saturated.astype(dtype), scale
 
     def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
         values = x_ref[...].astype(jnp.float32)
