@@ -15,12 +15,7 @@ from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.qtensor import Dims, QTensor, dequantized
 from fp8flax._core.quantize import quantize, saturated, straight_through
-from fp8flax._core.scaling import (
-    current_scale,
-    finite_amax,
-    power_of_two,
-    scale_exponent,
-)
+from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
 MX_COLUMNS = 32
@@ -195,7 +190,10 @@ class CurrentQuantizer(Quantizer):
         amax = finite_amax(x, axes)
         if self.amax_epsilon:
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
-        new_scale = current_scale(amax, fp8_max(self.dtype), power_2=self.use_power_2_scales)
+        if self.use_power_2_scales:
+            new_scale = power_of_two(scale_exponent(amax, fp8_max(self.dtype), "up"))
+        else:
+            new_scale = compute_scale(amax, 1.0, fp8_max(self.dtype))
         return QTensor(quantize(x, self.dtype, new_scale), new_scale, self)
 
 
@@ -298,7 +296,7 @@ class BlockQuantizer(Quantizer):
         limit = fp8_max(self.dtype)
         amax = finite_amax(blocks, within)
         if self.scale == "float32":
-            new_scale = current_scale(amax, limit)
+            new_scale = compute_scale(amax, 1.0, limit)
             codes = quantize(blocks, self.dtype, new_scale)
         else:
             # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.

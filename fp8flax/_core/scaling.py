@@ -82,18 +82,6 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
     return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
 
 
-def current_scale(
-    amax: Float32[jax.Array, "*dims"], fp8_max: float, *, power_2: bool = False
-) -> Float32[jax.Array, "*dims"]:
-    """Returns the float32 scale of current scaling for each ``finite_amax``; 1 if the amax is 0.
-
-    With ``power_2`` the scale is rounded up to a power of two.
-    """
-    if power_2:
-        return power_of_two(scale_exponent(amax, fp8_max, "up"))
-    return compute_scale(amax, 1.0, fp8_max)
-
-
 def compute_scale(
     amax: Float[ArrayLike, "*#dims"],
     scale: Float[ArrayLike, "*#dims"],
