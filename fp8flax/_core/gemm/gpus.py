@@ -205,10 +205,9 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
     Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
     e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
     """
-    dtypes = {lhs.dtype, rhs.dtype}
     if capability >= NATIVE_MX:
         has_scales = lhs.has_mx_scales and rhs.has_mx_scales and lhs.block[1] == rhs.block[1]
-        return has_scales and dtypes <= OCP_DTYPES and dtypes != {E5M2}
+        return has_scales and {lhs.dtype, rhs.dtype} != {E5M2}
     has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 

@@ -1,6 +1,6 @@
 """A GEMM in tiles, with scales per block: a GPU kernel in Mosaic GPU for Hopper's FP8 units.
 
-Its caller says which rows of the operands each tile of the result is computed from. ``block_gemm_hopper``
+Its caller says which rows of the operands each tile of the result is computed from. ``gemm.gemm``
 multiplies stacks of matrices with it, ``gemm.ragged`` the rows of experts.
 """
 
