@@ -176,11 +176,9 @@ def quantize_dequantize(
 
     Source: the pattern of the Flax FP8 guide.
     """
-    x = as_float_array(x, "x")
-    scale = jnp.asarray(scale).astype(_as_compute_dtype(compute_dtype))
     # On GPUs XLA removes a cast to a narrower float and back. The barrier keeps both casts.
     q = lax.optimization_barrier(quantize(x, q_dtype, scale, compute_dtype))
-    return dequantize(q, x.dtype, scale)
+    return dequantize(q, jnp.asarray(x).dtype, jnp.asarray(scale).astype(compute_dtype))
 
 
 qdq = quantize_dequantize

@@ -366,9 +366,7 @@ def check_recipe(recipe: Any) -> CustomRecipe:
     if type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
-            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe. To give a layer an "
-            "op with options, use dot_general_cls=functools.partial(fp8flax.Fp8DotGeneralOp, "
-            "recipe=fp8flax.DelayedScaling(...))."
+            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
         )
     gemms: CustomRecipe = recipe.gemms
     return gemms

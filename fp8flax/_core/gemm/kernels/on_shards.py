@@ -129,14 +129,12 @@ def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) 
 
 def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
     """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
-    found = {_axes_of(x, dims.index(letter)) for dims, x in arrays if letter in dims}
+    found = set()
+    for dims, x in arrays:
+        if letter in dims:
+            names = dict(enumerate(x.sharding.spec)).get(dims.index(letter)) or ()
+            found.add((names,) if isinstance(names, str) else tuple(names))
     return found.pop() if len(found) == 1 else ()
-
-
-def _axes_of(x: Any, dim: int) -> Axes:
-    """Returns the mesh axes over which a dimension of ``x`` is split."""
-    names = dict(enumerate(x.sharding.spec)).get(dim)
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:
