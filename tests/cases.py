@@ -301,7 +301,7 @@ def dense_step(M, K, N, dot_general_cls=None):
     return step, variables, struct(M, K), struct(M, N)
 
 
-def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype, **options):
+def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
     """Multiplies codes by the GPU kernel for Hopper; 128 rows, or each row, have a scale per block."""
     operands = []
     for codes, scale in ((lhs, lhs_scale), (rhs, rhs_scale)):
@@ -309,7 +309,7 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype, **options):
         quantizer = fp8.BlockQuantizer(dtype=codes.dtype, block=(height, 128), scale="float32")
         operands.append(fp8.QTensor(codes, scale, quantizer, (1, height, 128)))
     product = Gemm((((2,), (2,)), ((0,), (0,))), *[np.dtype(out_dtype)] * 3)
-    return _hopper(product, *operands, **options)
+    return _hopper(product, *operands)
 
 
 def tiled_gemm_in_jax(
@@ -329,7 +329,6 @@ def tiled_gemm_in_jax(
             right = scaled(rhs, rhs_scale, place.rhs, shape[1], place, place.rhs)
             return total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
 
-        count = num_blocks(t, *tables) if callable(num_blocks) else num_blocks
-        return lax.fori_loop(0, count, add, jnp.zeros((128, shape[1])))
+        return lax.fori_loop(0, num_blocks(t, *tables), add, jnp.zeros((128, shape[1])))
 
     return lax.map(of_tile, lax.iota(np.int32, shape[0] // 128)).reshape(shape).astype(out_dtype)

@@ -393,11 +393,10 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     return _from_matrices(gemm, a, b, vary_alike(out, left, right)[0])
 
 
-def _hopper(gemm: Gemm, a: QTensor, b: QTensor, *, interpret: Any = None) -> jax.Array:
+def _hopper(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns.
 
-    In the right operand 128 rows share a scale, or each row has its own. ``interpret`` is that of
-    ``tiled_gemm``.
+    In the right operand 128 rows share a scale, or each row has its own.
     """
 
     def operand(x: QTensor, dims: Dims, *, is_right: bool) -> tuple[jax.Array, jax.Array]:
@@ -425,12 +424,11 @@ def _hopper(gemm: Gemm, a: QTensor, b: QTensor, *, interpret: Any = None) -> jax
         right,
         left_scale,
         right_scale,
-        num_blocks=left.shape[1] // BLOCK,
+        num_blocks=lambda t: left.shape[1] // BLOCK,
         block=block,
         shape=(num_matrices * rows, columns),
         out_dtype=jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype,
         name=BLOCK_GEMM_HOPPER,
-        interpret=interpret,
     )
     return _from_matrices(gemm, a, b, out.reshape(num_matrices, rows, columns))
 

@@ -187,9 +187,7 @@ def _tile_at(row: jax.Array, tile: int, x: AnyTensor, keep: jax.Array | None = N
 # By our GPU kernel for Hopper, which knows scales per block only: other scales are repeated.
 
 
-def grouped_products(
-    gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.Array, *, interpret: Any = None
-) -> jax.Array:
+def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel.
 
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
@@ -228,14 +226,11 @@ def grouped_products(
         shape=(filled_rows, filled_columns),
         out_dtype=gemm.out_dtype,
         name=GROUPED_GEMM,
-        interpret=interpret,
     )
     return out[:rows, :columns]
 
 
-def grouped_sums(
-    gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array, *, interpret: Any = None
-) -> jax.Array:
+def grouped_sums(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
     """Sums the outer products of the rows of each expert, ``(experts, depth, columns)``, by one GPU kernel.
 
     XLA first puts the tiles of all visits side by side, so that the sum of an expert runs over whole tiles.
@@ -277,7 +272,6 @@ def grouped_sums(
         shape=(group_sizes.size * filled_depth, filled_columns),
         out_dtype=gemm.out_dtype,
         name=GROUPED_GEMM,
-        interpret=interpret,
     )
     return out.reshape(-1, filled_depth, filled_columns)[:, :depth, :columns]
 
