@@ -260,11 +260,6 @@ class BlockQuantizer(Quantizer):
         return self.scale != "float32"
 
     @property
-    def has_mx_scales(self) -> bool:
-        """Returns whether the units of Blackwell GPUs can multiply by the scales."""
-        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
-
-    @property
     def strategy(self) -> str | None:
         return "block" if self.block == (128, 128) else None
 

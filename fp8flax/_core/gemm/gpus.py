@@ -11,7 +11,7 @@ import jax
 
 from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.quantizers import MX_COLUMNS, BlockQuantizer
 from fp8flax._core.recipes import GemmRecipe
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
@@ -206,8 +206,9 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
     e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
     """
     if capability >= NATIVE_MX:
-        has_scales = lhs.has_mx_scales and rhs.has_mx_scales and lhs.block[1] == rhs.block[1]
-        return has_scales and {lhs.dtype, rhs.dtype} != {E5M2}
+        is_exact = lhs.is_exact_in_bfloat16 and rhs.is_exact_in_bfloat16
+        is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % MX_COLUMNS == 0
+        return is_exact and is_wide_enough and {lhs.dtype, rhs.dtype} != {E5M2}
     has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
