@@ -28,7 +28,15 @@ from tests.cases import (
 )
 from tests.gpus import run_branch_for_gpus
 
+SQUARE, PAIRS = (
+    fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(rows, 128), scale="float32") for rows in (128, 2)
+)
 BLOCKS = {
+    "blocks of several rows": fp8.CustomRecipe(
+        forward=fp8.GemmRecipe(lhs=SQUARE, rhs=PAIRS),
+        dgrad=fp8.GemmRecipe(lhs=SQUARE, rhs=PAIRS),
+        wgrad=fp8.GemmRecipe(lhs=PAIRS, rhs=SQUARE),
+    ),
     "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
     "128 blocks": fp8.Float8BlockScaling(),
 }
@@ -39,6 +47,7 @@ BLOCKS = {
     [
         ("MX, hybrid, floor", "matmul", "h200"),
         pytest.param("128 blocks", "wide", "h200", marks=pytest.mark.long),
+        ("blocks of several rows", "matmul", "h200"),
         ("128 blocks", "two batches, moved", "b200"),
     ],
 )
@@ -68,7 +77,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, target, mo
     run_branch_for_gpus(monkeypatch)
     with compiling_for(GPUS[target]):
         actual = vjp_of(BLOCKS[name], dims)(lhs, rhs, g)
-    backend = "cuDNN" if target == "b200" else {"128 blocks": "Pallas"}.get(name)
+    backend = "cuDNN" if target == "b200" else None if name.startswith("MX") else "Pallas"
     # Ways that also run on a mesh are traced once more.
     assert set(calls) == {backend} - {None}
     assert len(calls) in ((0,) if backend is None else range(3, 7))

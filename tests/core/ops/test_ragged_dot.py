@@ -1,5 +1,6 @@
 """The FP8 matmul of a mixture of experts beside NumPy, one expert at a time."""
 
+import dataclasses
 import re
 from functools import cache, partial
 
@@ -26,7 +27,10 @@ RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
     "current": fp8.Float8CurrentScaling(),
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
-    "blocks": fp8.Float8BlockScaling(),  # of rows, which for wgrad several experts share
+    # For wgrad several experts share blocks of rows. In forward the blocks of a kernel are not square.
+    "blocks": dataclasses.replace(
+        fp8.Float8BlockScaling().gemms, forward=fp8.MXFP8BlockScaling().gemms.forward
+    ),
 }
 # The rows of the experts: straddling tiles, one empty and some left over; all to one; none; to the last
 # only and beyond the buffer; each its share, so that tiles are shared by three.
@@ -69,9 +73,12 @@ class RaggedStep:
             return (x, x), (g, g), (kernels, kernels)
         gemms = RECIPES[self.name].gemms
         return (
-            [with_reference(gemms.forward.lhs, x, axis) for axis in (1, 0)],
+            [with_reference(q.lhs, x, axis) for q, axis in ((gemms.forward, 1), (gemms.wgrad, 0))],
             [with_reference(gemms.dgrad.lhs, g, axis) for axis in (1, 0)],
-            [[with_reference(gemms.forward.rhs, one, axis) for one in w] for axis in (1, 0)],
+            [
+                [with_reference(q.rhs, one, i) for one in w]
+                for q, i in ((gemms.dgrad, 1), (gemms.forward, 0))
+            ],
         )
 
     def __call__(self, x, w, g, sizes):
