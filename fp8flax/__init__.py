@@ -5,9 +5,6 @@ JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, 
 ``_serve`` and ``demo``.
 """
 
-# This comes first, because the imports below need private parts of JAX.
-from fp8flax._compat import versions as _versions
-
 # Ops that layers take.
 from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8RaggedDotOp
 

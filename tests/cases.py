@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._core.gemm.gemm import Gemm, _hopper
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.scaling import apply_scales
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
@@ -301,15 +301,15 @@ def dense_step(M, K, N, dot_general_cls=None):
     return step, variables, struct(M, K), struct(M, N)
 
 
-def block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
-    """Returns the result of ``hopper_block_gemm``, which takes seconds to interpret, by plain JAX."""
-    if rhs_scale.shape[1] != rhs.shape[1]:
-        rhs_scale = jnp.repeat(rhs_scale, 128, axis=1)
-    blocks = [x.reshape(*x.shape[:2], -1, 128).astype(jnp.float32) for x in (lhs, rhs)]
-    products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
-    scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]
-    scaled = apply_scales(products, scales[0][:, :, :, None], scales[1][:, :, None, :])
-    return jnp.sum(scaled, axis=0).astype(out_dtype)
+def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
+    """Multiplies codes by the GPU kernel for Hopper; 128 rows, or each row, have a scale per block."""
+    operands = []
+    for codes, scale in ((lhs, lhs_scale), (rhs, rhs_scale)):
+        height = 1 if scale.shape[1] == codes.shape[1] else 128
+        quantizer = fp8.BlockQuantizer(dtype=codes.dtype, block=(height, 128), scale="float32")
+        operands.append(fp8.QTensor(codes, scale, quantizer, (1, height, 128)))
+    product = Gemm((((2,), (2,)), ((0,), (0,))), *[np.dtype(out_dtype)] * 3)
+    return _hopper(product, *operands)
 
 
 def tiled_gemm_in_jax(
@@ -329,7 +329,6 @@ def tiled_gemm_in_jax(
             right = scaled(rhs, rhs_scale, place.rhs, shape[1], place, place.rhs)
             return total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
 
-        count = num_blocks(t, *tables) if callable(num_blocks) else num_blocks
-        return lax.fori_loop(0, count, add, jnp.zeros((128, shape[1])))
+        return lax.fori_loop(0, num_blocks(t, *tables), add, jnp.zeros((128, shape[1])))
 
     return lax.map(of_tile, lax.iota(np.int32, shape[0] // 128)).reshape(shape).astype(out_dtype)

@@ -41,10 +41,8 @@ def scale_of(amax, name, kind):
     if kind != "e8m0_floor":
         n = n + (mantissa > max_mantissa)
     n = np.where(amax == 0, 0, n)
-    if kind == "power_of_two":
-        return np.asarray(2.0 ** np.clip(n, -126, 127), np.float32)
-    assert kind in ("e8m0_up", "e8m0_floor"), kind
-    return np.asarray(np.clip(n, -127, 127) + 127, np.uint8).view(E8M0)
+    scale = np.asarray(2.0 ** np.clip(n, -126, 127), np.float32)
+    return scale if kind == "power_of_two" else scale.astype(E8M0)
 
 
 def as_float64(scale):

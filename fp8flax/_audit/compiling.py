@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from fp8flax._core.gemm.gemm import ALGORITHMS
-from fp8flax._core.gemm.gpus import GPUS, NATIVE_FP8, Gpu, compile_target, compute_capability_of
+from fp8flax._core.gemm.gpus import (
+    GPUS,
+    NATIVE_FP8,
+    Gpu,
+    compiles_algorithms,
+    compiling_for,
+    compute_capability_of,
+)
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
 
@@ -157,43 +160,9 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-@functools.cache
-def compiles_algorithms() -> bool:
-    """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
-
-    JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
-    algorithms. To find out, a small dot is compiled.
-    """
-    sharding = SingleDeviceSharding(_device("h200"))
-    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
-
-    def compile_dot() -> None:
-        dot = functools.partial(jnp.dot, precision=ALGORITHMS["exact"], preferred_element_type=jnp.float32)
-        jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
-
-    # In a thread of its own JAX has no context of the caller, such as a mesh. For the warning see below.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread, warnings.catch_warnings(action="ignore"):
-        return thread.submit(compile_dot).exception() is None
-
-
 def is_without_triton(target: Target, text: str) -> bool:
     """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
     return target.gpu is not None and not compiles_algorithms() and CUBLASLT in text
-
-
-@contextlib.contextmanager
-def compiling_for(gpu: Gpu | None) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, also for Pallas; None is the local device."""
-    if gpu is None:
-        yield
-        return
-    device = jax.sharding.AbstractDevice(
-        device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
-    )
-    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-    target = compile_target(gpu.compute_capability, takes_algorithms=compiles_algorithms(), cores=gpu.cores)
-    with target, mesh:
-        yield
 
 
 def compile_for(

@@ -12,7 +12,6 @@ them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +38,7 @@ def unless_partitioned(
         whole: runs in programs for one device.
         on_shards: runs in programs that are split over a mesh. It uses ``custom_partitioning``.
         split: runs in the other programs that are split: on a mesh with explicit axes, by ``jax.export``,
-            and in a ``jax.shard_map`` over some of the axes of a mesh.
+            and in a ``jax.shard_map`` over some of the axes of a mesh. It also runs outside of jit.
         *args: trees of arrays. ``jax.vmap`` has no rule for this: callers use ``custom_vmap`` outside.
     """
     leaves = jax.tree.leaves(args)
@@ -74,19 +73,9 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, on_shards: Any, 
     return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
 
 
-def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
-    """Runs ``unless_partitioned`` outside of jit: compiles the primitive by itself.
-
-    If jit is switched off, ``jax.jit`` would call this rule again. In this case ``split`` runs, because it
-    is right on any number of devices.
-    """
-    if jax.config.jax_disable_jit:
-        return jaxpr_as_fun(params["split"])(*args)
-    return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
-
-
 _unless_partitioned_p.multiple_results = True
-_unless_partitioned_p.def_impl(_run_unless_partitioned)
+# If jit is switched off, ``split`` runs, because it is right on any number of devices.
+_unless_partitioned_p.def_impl(lambda *args, split, **others: jaxpr_as_fun(split)(*args))
 _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, **others: whole.out_avals)
 # Not cached, because what the rule lowers depends on the number of devices.
 mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)

@@ -33,24 +33,22 @@ from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.state.state import ScalingState, is_state_dtype, step_scale
 
 
-def _quantizer(q_dtype: Any) -> DelayedQuantizer:
-    """Returns the quantizer of the public functions."""
-    return DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype"))
-
-
-def _as_state(scale: Any, amax_history: Any) -> ScalingState:
-    """Returns the state that a user passes to the public functions, after a check of dtypes and shapes."""
+def _checked(
+    q_dtype: Any, x: Any, name: str, scale: Any, amax_history: Any
+) -> tuple[DelayedQuantizer, jax.Array, ScalingState]:
+    """Checks what a user passes; returns the quantizer, the tensor and its state."""
+    quantizer, x = DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype")), as_float_array(x, name)
     state = ScalingState(*(x if is_max_dtype(x) else jnp.asarray(x) for x in (scale, amax_history)))
-    for name, value in state._asdict().items():
+    for field, value in state._asdict().items():
         if not is_state_dtype(value):
-            raise TypeError(f"{name} must be float32 or fp32_max_grad; got {value.dtype}. Do not cast it.")
+            raise TypeError(f"{field} must be float32 or fp32_max_grad; got {value.dtype}. Do not cast it.")
     if state.scale.shape not in ((), (1,)):
         raise ValueError(f"scale must be a scalar or have shape (1,); got shape {state.scale.shape}.")
     if state.amax_history.ndim != 1 or state.amax_history.size == 0:
         raise ValueError(
             f"amax_history must have shape (length,) with length 1 or more; got {state.amax_history.shape}."
         )
-    return state
+    return quantizer, x, state
 
 
 def _there_and_back(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -133,8 +131,7 @@ def in_qdq(
 
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
-    quantizer, inp = _quantizer(q_dtype), as_float_array(inp, "inp")
-    state = _as_state(scale, amax_history)
+    quantizer, inp, state = _checked(q_dtype, inp, "inp", scale, amax_history)
     if is_calibrating():
         return report_amax(quantizer, inp, delayed_amax(inp), state)
     return in_qdq_with_scale(quantizer, inp, step_scale(quantizer, state), compute_dtype)
@@ -165,8 +162,7 @@ def out_qdq(
 
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
-    quantizer, out = _quantizer(q_dtype), as_float_array(out, "out")
-    state = _as_state(scale, amax_history)
+    quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     new_scale = step_scale(quantizer, state)
     if is_calibrating():
         return report_amax_of_cotangent(quantizer, delayed_amax, out, new_scale, state)
@@ -197,8 +193,7 @@ def in_q(
 
     Source: ``flax.linen.fp8_ops.in_q``.
     """
-    quantizer, inp = _quantizer(q_dtype), jax.lax.stop_gradient(as_float_array(inp, "inp"))
-    state = _as_state(scale, amax_history)
+    quantizer, inp, state = _checked(q_dtype, jax.lax.stop_gradient(inp), "inp", scale, amax_history)
     if is_calibrating():
         inp = report_amax(quantizer, inp, delayed_amax(inp), state)
         state = state._replace(scale=jnp.ones_like(state.scale))  # it was the number of the tensor

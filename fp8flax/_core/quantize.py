@@ -176,11 +176,9 @@ def quantize_dequantize(
 
     Source: the pattern of the Flax FP8 guide.
     """
-    x = as_float_array(x, "x")
-    scale = jnp.asarray(scale).astype(_as_compute_dtype(compute_dtype))
     # On GPUs XLA removes a cast to a narrower float and back. The barrier keeps both casts.
     q = lax.optimization_barrier(quantize(x, q_dtype, scale, compute_dtype))
-    return dequantize(q, x.dtype, scale)
+    return dequantize(q, jnp.asarray(x).dtype, jnp.asarray(scale).astype(compute_dtype))
 
 
 qdq = quantize_dequantize
@@ -248,16 +246,6 @@ def cast_to_representable(
     Source: Transformer Engine, "Using FP8 with Transformer Engine".
     """
     return quantize_dequantize(x, q_dtype, jnp.asarray(scale, jnp.float32))
-
-
-def clipped(x: Float[jax.Array, "*dims"], limit: float) -> Float[jax.Array, "*dims"]:
-    """Returns ``x`` clipped to ``-limit`` and ``limit``; a NaN stays a NaN.
-
-    Our GPU kernels use it instead of ``jnp.clip``. The minimum and maximum of Pallas's Triton backend
-    return the number if the other operand is a NaN, so they would lose the NaN.
-    """
-    bound = np.array(limit, x.dtype)
-    return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
 def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:

@@ -15,14 +15,7 @@ from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.qtensor import Dims, QTensor, dequantized
 from fp8flax._core.quantize import quantize, saturated, straight_through
-from fp8flax._core.scaling import (
-    current_scale,
-    e8m0_factors,
-    e8m0_scale,
-    finite_amax,
-    power_of_two,
-    scale_exponent,
-)
+from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
 MX_COLUMNS = 32
@@ -197,7 +190,10 @@ class CurrentQuantizer(Quantizer):
         amax = finite_amax(x, axes)
         if self.amax_epsilon:
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
-        new_scale = current_scale(amax, fp8_max(self.dtype), power_2=self.use_power_2_scales)
+        if self.use_power_2_scales:
+            new_scale = power_of_two(scale_exponent(amax, fp8_max(self.dtype), "up"))
+        else:
+            new_scale = compute_scale(amax, 1.0, fp8_max(self.dtype))
         return QTensor(quantize(x, self.dtype, new_scale), new_scale, self)
 
 
@@ -213,7 +209,7 @@ class BlockQuantizer(Quantizer):
         block: ``(rows, columns)`` of a block, such as ``(1, 32)``, ``(1, 128)`` or ``(128, 128)``; the
             columns run along the contraction.
         scale: ``"e8m0"`` for a power of two in one byte, ``"power_of_two"`` for a power of two in float32,
-            or ``"float32"`` for an exact float32 scale.
+            or ``"float32"`` for an exact float32 scale. A power of two is 2**-126 or more.
         scale_rounding: rounding of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the
             rule of the MX specification (``"e8m0"`` only), by which the largest values of a block may
             saturate.
@@ -264,11 +260,6 @@ class BlockQuantizer(Quantizer):
         return self.scale != "float32"
 
     @property
-    def has_mx_scales(self) -> bool:
-        """Returns whether the units of Blackwell GPUs can multiply by the scales."""
-        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
-
-    @property
     def strategy(self) -> str | None:
         return "block" if self.block == (128, 128) else None
 
@@ -300,23 +291,21 @@ class BlockQuantizer(Quantizer):
         limit = fp8_max(self.dtype)
         amax = finite_amax(blocks, within)
         if self.scale == "float32":
-            new_scale = current_scale(amax, limit)
+            new_scale = compute_scale(amax, 1.0, limit)
             codes = quantize(blocks, self.dtype, new_scale)
         else:
-            lowest = -127 if self.scale == "e8m0" else -126
-            exponent = scale_exponent(amax, limit, self.scale_rounding)
-            # Multiplied by 1 / scale, which is exact: the scale 2**-127 is subnormal, its inverse is not.
-            inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
-            codes = saturated(blocks.astype(jnp.float32) * inverse, self.dtype)
-            new_scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
+            # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.
+            exponent = jnp.maximum(scale_exponent(amax, limit, self.scale_rounding), np.int32(-126))
+            new_scale = power_of_two(exponent)
+            codes = saturated(blocks.astype(jnp.float32) * power_of_two(-exponent), self.dtype)
+            if self.scale == "e8m0":
+                new_scale = new_scale.astype(jnp.float8_e8m0fnu)  # exact
         return QTensor(_joined(codes, x.shape, block), lax.squeeze(new_scale, within), self, block)
 
     def dequantize(self, q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         blocks, within = _split(wide_codes(q, dtype), q.block)
-        is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
-        for factor in e8m0_factors(q.scale) if is_e8m0 else (q.scale,):
-            blocks = blocks * lax.expand_dims(factor, within).astype(blocks.dtype)
-        return _joined(blocks, q.shape, q.block).astype(dtype)
+        values = blocks * lax.expand_dims(q.scale, within).astype(blocks.dtype)
+        return _joined(values, q.shape, q.block).astype(dtype)
 
 
 def _split(x: jax.Array, block: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:

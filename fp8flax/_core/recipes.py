@@ -12,14 +12,8 @@ from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQu
 
 QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
-_ACCUMULATIONS = ("fast", "exact", "default")
-"""The valid values of ``GemmRecipe.accumulation``, which explains them."""
-
 _FAST_FORWARD = ("fast", "exact", "exact")
 """The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
-
-_IN_FLOAT32 = ("exact", "exact", "exact")
-"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,7 @@ class GemmRecipe:
                     f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
                     f"(stay wide); got {value!r}."
                 )
-        check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
+        check_choice("accumulation", self.accumulation, ("fast", "exact", "default"))
 
 
 class Recipe:
@@ -84,36 +78,40 @@ class Recipe:
         True
     """
 
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        raise NotImplementedError
+    fp8_format: Format
 
     def __post_init__(self) -> None:
-        fp8_format = getattr(self, "fp8_format", None)
-        if not isinstance(fp8_format, Format):
+        if not isinstance(self.fp8_format, Format):
             raise TypeError(
                 f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
-                f"got {fp8_format!r}."
+                f"got {self.fp8_format!r}."
             )
         _ = self.gemms  # the quantizers and GemmRecipe check the other fields
 
-
-def _gemms_of(
-    x: Quantizer, w: Quantizer, g: Quantizer, accumulation: tuple[str, str, str] = _IN_FLOAT32
-) -> CustomRecipe:
-    """Returns the recipe that quantizes input, kernel and output gradient alike in both of their GEMMs."""
-    if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
-        raise TypeError(
-            "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "
-            f"{accumulation!r}."
+    @property
+    def gemms(self) -> CustomRecipe:
+        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
+        x, w, g = self._quantizers(*self.fp8_format.value)
+        # Block scales have no choice: they accumulate in float32.
+        accumulation = getattr(self, "accumulation", ("exact", "exact", "exact"))
+        if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
+            raise TypeError(
+                "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "
+                f"{accumulation!r}."
+            )
+        forward, dgrad, wgrad = accumulation
+        return CustomRecipe(
+            forward=GemmRecipe(lhs=x, rhs=w, accumulation=forward),
+            dgrad=GemmRecipe(lhs=g, rhs=w, accumulation=dgrad),
+            wgrad=GemmRecipe(lhs=x, rhs=g, accumulation=wgrad),
         )
-    forward, dgrad, wgrad = accumulation
-    return CustomRecipe(
-        forward=GemmRecipe(lhs=x, rhs=w, accumulation=forward),
-        dgrad=GemmRecipe(lhs=g, rhs=w, accumulation=dgrad),
-        wgrad=GemmRecipe(lhs=x, rhs=g, accumulation=wgrad),
-    )
+
+    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
+        """Returns the quantizers of input, kernel and output gradient, in both of their GEMMs.
+
+        The two dtypes are those of the forward and the backward pass.
+        """
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,9 +221,7 @@ class DelayedScaling(Recipe):
     use_power_2_scales: bool = False
     accumulation: tuple[str, str, str] = _FAST_FORWARD
 
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe in parts, with the same delayed quantizers in each GEMM."""
+    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
         x, g = (
             DelayedQuantizer(
                 dtype=dtype,
@@ -234,9 +230,9 @@ class DelayedScaling(Recipe):
                 amax_compute_algo=self.amax_compute_algo,
                 use_power_2_scales=self.use_power_2_scales,
             )
-            for dtype in self.fp8_format.value
+            for dtype in dtypes
         )
-        return _gemms_of(x, x, g, self.accumulation)
+        return x, x, g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,16 +275,15 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """Returns the recipe in parts, with current quantizers in each GEMM."""
+        """Returns the recipe as a ``CustomRecipe``."""
         check_bool("high_precision_wgrad", self.high_precision_wgrad)
-        x, g = (
-            CurrentQuantizer(
-                dtype=dtype, granularity=self.granularity, use_power_2_scales=self.use_power_2_scales
-            )
-            for dtype in self.fp8_format.value
-        )
-        gemms = _gemms_of(x, x, g, self.accumulation)
+        gemms = super().gemms
         return dataclasses.replace(gemms, wgrad=GemmRecipe()) if self.high_precision_wgrad else gemms
+
+    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
+        options: Any = {"granularity": self.granularity, "use_power_2_scales": self.use_power_2_scales}
+        x, g = (CurrentQuantizer(dtype=dtype, **options) for dtype in dtypes)
+        return x, x, g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,14 +315,9 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     scale_rounding: str = "up"
 
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe in parts, with 1×32 blocks in each GEMM."""
-        x, g = (
-            BlockQuantizer(dtype=dtype, block=(1, 32), scale="e8m0", scale_rounding=self.scale_rounding)
-            for dtype in self.fp8_format.value
-        )
-        return _gemms_of(x, x, g)
+    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
+        x, g = (BlockQuantizer(dtype=dtype, scale_rounding=self.scale_rounding) for dtype in dtypes)
+        return x, x, g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -360,13 +350,11 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe in parts, with blocks of 128 columns in each GEMM."""
+    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
         check_bool("use_f32_scales", self.use_f32_scales)
         scale = "float32" if self.use_f32_scales else "power_of_two"
-        x, g = (BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale) for dtype in self.fp8_format.value)
-        return _gemms_of(x, dataclasses.replace(x, block=(128, 128)), g)
+        x, g = (BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale) for dtype in dtypes)
+        return x, dataclasses.replace(x, block=(128, 128)), g
 
 
 _RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)
@@ -378,9 +366,7 @@ def check_recipe(recipe: Any) -> CustomRecipe:
     if type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
-            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe. To give a layer an "
-            "op with options, use dot_general_cls=functools.partial(fp8flax.Fp8DotGeneralOp, "
-            "recipe=fp8flax.DelayedScaling(...))."
+            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
         )
     gemms: CustomRecipe = recipe.gemms
     return gemms

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8flax._core.shapes import Bool, Float, Float32, Int32, Shaped
+from fp8flax._core.shapes import Bool, Float, Float32, Int32
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
@@ -80,39 +80,6 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
     """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
     exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
     return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
-
-
-def current_scale(
-    amax: Float32[jax.Array, "*dims"], fp8_max: float, *, power_2: bool = False
-) -> Float32[jax.Array, "*dims"]:
-    """Returns the float32 scale of current scaling for each ``finite_amax``; 1 if the amax is 0.
-
-    With ``power_2`` the scale is rounded up to a power of two.
-    """
-    if power_2:
-        return power_of_two(scale_exponent(amax, fp8_max, "up"))
-    return compute_scale(amax, 1.0, fp8_max)
-
-
-def e8m0_scale(exponent: Int32[jax.Array, "*dims"]) -> Shaped[jax.Array, "*dims"]:
-    """Returns ``2**exponent`` in ``float8_e8m0fnu``; the exponent is clipped to -127 to 127."""
-    exponent = jnp.clip(exponent, np.int32(-127), np.int32(127))
-    return lax.bitcast_convert_type((exponent + np.int32(127)).astype(jnp.uint8), jnp.float8_e8m0fnu)
-
-
-def e8m0_factors(
-    scale: Shaped[jax.Array, "*dims"],
-) -> tuple[Float32[jax.Array, "*dims"], Float32[jax.Array, "*dims"]]:
-    """Returns two float32 powers of two whose product is an E8M0 scale; the second is NaN if the scale is.
-
-    A single float32 number does not suffice: the smallest scale, 2**-127, is subnormal in float32, and XLA
-    may flush it to zero.
-    """
-    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-    exponent = code - np.int32(127)
-    half = lax.shift_right_arithmetic(exponent, np.int32(1))
-    rest = power_of_two(exponent - half)
-    return power_of_two(half), jnp.where(code == np.int32(255), jnp.float32(np.nan), rest)
 
 
 def compute_scale(

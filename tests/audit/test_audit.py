@@ -20,6 +20,7 @@ from fp8flax import assert_fp8, audit
 from fp8flax._audit import compiling
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.gemms import path_of, role_of, with_reason
+from fp8flax._core.gemm import gemm as gemms
 from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, dense_step, struct
 
@@ -84,7 +85,11 @@ def test_flax_direct_op(gpu):
 @pytest.fixture
 def _no_algorithms(gpu, monkeypatch):
     """Lets the audit compile as where JAX compiles no FP8 algorithm for an absent GPU."""
-    monkeypatch.setattr(compiling, "compiles_algorithms", lambda: False)
+    for module in (compiling, gemms):
+        monkeypatch.setattr(module, "compiles_algorithms", lambda: False)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.long

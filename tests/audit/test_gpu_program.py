@@ -230,8 +230,8 @@ def test_kernels_for_experts_of_any_size_compile():
 # Both kinds of operands: one scale for 128 rows of the right one, and one for each.
 ON_HOPPER = """
 import functools, jax, jax.numpy as jnp
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._audit.compiling import compile_for, find_target
+from tests.cases import hopper_gemm
 
 def of(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -239,7 +239,7 @@ def of(*shape, dtype=jnp.float32):
 for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
     for rows in (4, 512):
         codes = of(1, 512, 1024, dtype=dtype), of(1, 512, 1024, dtype=dtype)
-        f = functools.partial(hopper_block_gemm, out_dtype=jnp.bfloat16)
+        f = functools.partial(hopper_gemm, out_dtype=jnp.bfloat16)
         compile_for(find_target("h200"), f, (*codes, of(1, 512, 8), of(1, rows, 8)))
 """
 FOR_EXPERTS_ON_HOPPER = """

@@ -67,13 +67,9 @@ def test_a_subnormal_amax_counts_as_zero(wrap):
     @wrap
     def results(amax):
         exponents = [scaling.scale_exponent(amax, 448.0, rounding) for rounding in ("up", "floor")]
-        return [
-            *exponents,
-            fp8.compute_scale(amax, jnp.float32(0.5), 448.0),
-            *(scaling.current_scale(amax, 448.0, power_2=power_2) for power_2 in (False, True)),
-        ]
+        return [*exponents, *(fp8.compute_scale(amax, jnp.float32(old), 448.0) for old in (0.5, 1.0))]
 
-    for found, expected in zip(results(SUBNORMAL), [0, 0, 0.5, 1.0, 1.0], strict=True):
+    for found, expected in zip(results(SUBNORMAL), [0, 0, 0.5, 1.0], strict=True):
         np.testing.assert_array_equal(found, [expected] * 3)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from tests import reference
 from tests.cases import OWG, RECIPES, flat, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
@@ -484,10 +484,10 @@ def test_decoding():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "capability", "size"),
-    [("delayed", 9.0, "static"), ("block128", 9.0, "symbolic"), ("mxfp8", 10.0, "symbolic")],
+    ("recipe", "target", "size"),
+    [("delayed", "h200", "static"), ("block128", "h200", "symbolic"), ("mxfp8", "b200", "symbolic")],
 )
-def test_export_for_a_gpu(recipe, capability, size):
+def test_export_for_a_gpu(recipe, target, size):
     """With the checks off that docs/serving.md turns off; JAX refuses other custom calls."""
     model8 = fp8.quantize_model(nn.Dense(256), RECIPES[recipe], include=".*")
     x = normal(0, 256, 128)
@@ -499,7 +499,7 @@ def test_export_for_a_gpu(recipe, capability, size):
     allowed = "LayoutConstraint", "__gpu$xla.gpu.triton", "__op$block_scaled_dot"
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in allowed]
     export = jax.export.export(jax.jit(serve.apply), platforms=["cuda"], disabled_checks=checks)
-    with compile_target(capability):
+    with compiling_for(GPUS[target]):
         exported = export(*given)
     assert exported.platforms == ("cuda",)
 

@@ -27,16 +27,19 @@ Pair = tuple[QTensor, QTensor]
 
 
 class Cast(NamedTuple):
-    """How a tensor ``(*batch, *rows, *columns)`` is quantized (hashable)."""
+    """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
     quantizer: BlockQuantizer
     """The quantizer for both GEMMs. Square blocks serve both GEMMs, so both results have the same codes."""
     first: Dims
     """What the first GEMM of the tensor contracts: its rows or its columns."""
-    second: Dims
-    """What the second GEMM contracts: the other ones."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
+
+    @property
+    def second(self) -> Dims:
+        """Returns what the second GEMM contracts: the other ones."""
+        return self.first._replace(contract=self.first.free)
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Returns the shape of the tensor as a stack of matrices."""
@@ -58,11 +61,9 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
     @quantize.def_vmap
     def _(size: int, is_batched: Any, x: jax.Array) -> Any:
         del size, is_batched
-        first, second = (
-            Dims(dims.ndim + 1, tuple(i + 1 for i in dims.contract), dims.num_batch + 1, dims.is_stack)
-            for dims in (cast.first, cast.second)
-        )
-        made = quantize_blocks(cast._replace(first=first, second=second), x)
+        ndim, contract, num_batch, is_stack = cast.first
+        first = Dims(ndim + 1, tuple(i + 1 for i in contract), num_batch + 1, is_stack)
+        made = quantize_blocks(cast._replace(first=first), x)
         # The blocks are those of one tensor of the batch.
         pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)
         return pair, jax.tree.map(lambda _: True, pair)
@@ -73,9 +74,8 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
 
 def _quantize(cast: Cast, x: jax.Array) -> Pair:
     """Quantizes in the way of the device that the program is for."""
-    reference = partial(_by_xla, cast)
-    quantizer, capability = cast.quantizer, compute_capability()
-    sizes = cast.matrix(x.shape)
+    quantizer, capability, sizes = cast.quantizer, compute_capability(), cast.matrix(x.shape)
+    reference, by_kernel = partial(_by_xla, cast), partial(_by_kernel, cast)
     if not (capability and are_positive(sizes) and quantizer.block[0] in (1, quantizer.block[1])):
         return reference(x)
     has_kernel = (
@@ -85,15 +85,13 @@ def _quantize(cast: Cast, x: jax.Array) -> Pair:
         and fits_kernels((sizes[0], *map(round_up, sizes[1:])))
         and x.dtype.itemsize <= 4  # the kernel computes in float32
     )
-    by_kernel = partial(_by_kernel, cast)
 
     def of_parts(x: jax.Array) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
         # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
         # codes of a kernel with square blocks, which serves both GEMMs.
-        is_whole = not any(size % BLOCK for size in sizes[1:])
         one, name = reference, ""
-        if has_kernel and is_whole:
+        if has_kernel and not any(size % BLOCK for size in sizes[1:]):
             one, name = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
         letters = string.ascii_lowercase[: x.ndim]
         first, second = on_shards(one, [letters], (letters, letters), name)(x)

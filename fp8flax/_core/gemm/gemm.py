@@ -30,17 +30,18 @@ from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
+    absent_gpu,
+    compiles_algorithms,
     compute_capability,
     has_units_for_blocks,
     is_hopper,
-    takes_algorithms,
 )
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor, dequantized
+from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized
 from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
@@ -128,44 +129,38 @@ def sum_dtype_of(*dtypes: Any) -> np.dtype:
 
 def _wide(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
-    dot = partial(
-        lax.dot_general,
-        dimension_numbers=gemm.dims,
-        precision=gemm.precision,  # None takes jax.default_matmul_precision
-    )
+    dot = partial(_dot, gemm, precision=gemm.precision)  # None takes jax.default_matmul_precision
     if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
         # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
         # multiplied by the scales first, XLA would write the wide kernel to memory.
         wide = sum_dtype_of(a.dtype, gemm.out_dtype)
-        out = dot(a, b.codes.astype(a.dtype), preferred_element_type=wide)
-        return (out * _as_result(b, gemm.rhs(b), out.ndim, is_left=False).astype(wide)).astype(
-            gemm.out_dtype
-        )
-    values = dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype)
-    return dot(*values, preferred_element_type=gemm.out_dtype)
+        out = dot(a, b.codes.astype(a.dtype), wide)
+        scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+        return (out * scale.astype(wide)).astype(gemm.out_dtype)
+    return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
 
 
 def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies codes in float32, which holds their products exactly, and then by the scales."""
     wide = sum_dtype_of(gemm.out_dtype)
-    return _scaled(gemm, _dot(gemm, a.codes.astype(wide), b.codes.astype(wide), None, wide), a, b)
+    return _scaled(gemm, _dot(gemm, a.codes.astype(wide), b.codes.astype(wide), wide), a, b)
 
 
 def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
     """Dequantizes both operands to a wide dtype and multiplies them."""
     sum_dtype = sum_dtype_of(dtype)
     # GPUs would round operands in float32 to TF32.
-    precision = lax.Precision.HIGHEST if dtype == sum_dtype else None
+    precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
     with jax.named_scope(DEQUANTIZED):
-        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), precision, sum_dtype)
+        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), sum_dtype, precision)
     return out.astype(gemm.out_dtype)
 
 
-def _dot(gemm: Gemm, a: jax.Array, b: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
-    """Returns ``lax.dot_general`` of two arrays; precision None is the default of XLA."""
-    # None would take the precision of jax.default_matmul_precision.
-    precision = lax.Precision.DEFAULT if precision is None else precision
-    return lax.dot_general(a, b, gemm.dims, precision, preferred_element_type=sum_dtype)
+def _dot(
+    gemm: Gemm, a: jax.Array, b: jax.Array, dtype: Any, precision: Any = lax.Precision.DEFAULT
+) -> jax.Array:
+    """Returns ``lax.dot_general`` of two arrays, in ``dtype``."""
+    return lax.dot_general(a, b, gemm.dims, precision, preferred_element_type=dtype)
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
@@ -212,17 +207,13 @@ reads the codes once, in the layout that they have. By an estimate from the band
 kernels it is faster below 440 rows; not measured on a GPU."""
 
 
-def _is_in_fp8(a: QTensor, b: QTensor) -> bool:
-    """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
-    return {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES
-
-
 def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | None:
     """Returns the function by which an NVIDIA GPU multiplies the codes; None if it cannot."""
     capability = compute_capability()  # 0: the GPU is unknown
     sizes = rows, depth, columns = gemm.sizes(a, b)
     is_tiny = are_positive(sizes) and (rows + columns) * depth < _TINY
-    if not _is_in_fp8(a, b) or 0 < capability < NATIVE_FP8 or is_tiny:
+    has_units = {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES and not 0 < capability < NATIVE_FP8
+    if not has_units or is_tiny:
         return None
     keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
@@ -237,7 +228,7 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
 
 def _xla_kernel(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies codes by a GPU kernel that XLA chooses; XLA fuses the product with the scales into it."""
-    return _scaled(gemm, _dot(gemm, row_major(a.codes), row_major(b.codes), None, jnp.float32), a, b)
+    return _scaled(gemm, _dot(gemm, row_major(a.codes), row_major(b.codes), jnp.float32), a, b)
 
 
 def _cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
@@ -279,13 +270,14 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     then not use cublasLt. So rows are multiplied in pairs. (A transposed operand also avoids this, but is
     gathered once more.)
     """
-    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
+    takes_algorithms = absent_gpu() is None or compiles_algorithms()
+    precision: Any = (ALGORITHMS if takes_algorithms else _PRECISIONS)[gemm.accumulation]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(dims=(((2,), (0,)), ((), ())))
     with jax.named_scope(CUBLASLT):
-        out = _dot(gemm, left, row_major(b.codes), precision, dtype)
+        out = _dot(gemm, left, row_major(b.codes), dtype, precision)
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
 
@@ -319,19 +311,16 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         # All arrays of an operand come from one tensor, so all are batched or none is.
         of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
-        contract_a = tuple(i + 1 for i in contract_a)
-        if not of_b and a.quantizer.block[0] == 1:  # each row has its own scales
-            rows = gemm._replace(dims=((contract_a, contract_b), (batch, batch)))
-            place = gemm.num_batch
-            return jnp.moveaxis(_blocks(rows, _with_batch(a, place), b), place, 0), True
-        left, right = (
-            x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
-            for x, has_batch in ((a, of_a), (b, of_b))
-        )
-        batch = tuple(range(gemm.num_batch + 1))
-        contract_b = tuple(i + 1 for i in contract_b)
-        stack = gemm._replace(dims=((contract_a, contract_b), (batch, batch)))
-        return _blocks(stack, _with_batch(left, 0), _with_batch(right, 0)), True
+        place = gemm.num_batch
+        if of_b or a.quantizer.block[0] > 1:  # otherwise each row has its own scales
+            a, b = (
+                x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
+                for x, has_batch in ((a, of_a), (b, of_b))
+            )
+            place, batch, b = 0, (*batch, len(batch)), _with_batch(b, 0)
+            contract_b = tuple(i + 1 for i in contract_b)
+        dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
+        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
 
     out: jax.Array = product(a, b)
     return out
@@ -346,8 +335,6 @@ def _with_batch(x: QTensor, place: int) -> QTensor:
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
-    if not _is_in_fp8(a, b):
-        return reference(a, b)
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
 
@@ -396,12 +383,8 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
-        if scale.dtype == jnp.float8_e8m0fnu:
-            bits = lax.bitcast_convert_type(scale, jnp.uint8)
-        else:  # the exponent field of a float32 power of two is its E8M0 code
-            bits = (lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)).astype(jnp.uint8)
-        bits = jnp.repeat(jnp.repeat(bits, height, axis=1), x.quantizer.block[1] // MX_COLUMNS, axis=2)
-        return codes, lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+        scale = jnp.repeat(scale.astype(jnp.float8_e8m0fnu), height, axis=1)
+        return codes, jnp.repeat(scale, x.quantizer.block[1] // MX_COLUMNS, axis=2)
 
     (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
@@ -413,19 +396,41 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 def _hopper(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns.
 
-    The kernel applies the scales to the sum over each block of 128 columns. In the right operand 128 rows
-    share a scale, or each row has its own.
+    In the right operand 128 rows share a scale, or each row has its own.
     """
-    left, left_scale, left_height = _as_matrices(a, gemm.lhs(a))
-    right, right_scale, height = _as_matrices(b, gemm.rhs(b))
-    out = hopper_block_gemm(
+
+    def operand(x: QTensor, dims: Dims, *, is_right: bool) -> tuple[jax.Array, jax.Array]:
+        """Returns the matrices, one below the other, and the scales of the rows in each block."""
+        codes, scale, height = _as_matrices(x, dims)
+        batch, rows, depth = codes.shape
+        unit = BLOCK if is_right and height % BLOCK == 0 else 1  # the rows that share a scale
+        scale = jnp.repeat(scale, height // unit, axis=1)
+        codes = padded(codes, (batch, round_up(rows), depth))
+        scale = padded(scale, (batch, round_up(rows) // unit, depth // BLOCK))
+        # The blocks come first, because the kernel fetches the scales of the rows of a block.
+        return codes.reshape(-1, depth), jnp.moveaxis(scale, 2, 0).reshape(depth // BLOCK, -1)
+
+    left, left_scale = operand(a, gemm.lhs(a), is_right=False)
+    right, right_scale = operand(b, gemm.rhs(b), is_right=True)
+    num_matrices = math.prod(a.shape[: gemm.num_batch])
+    rows, columns = (x.shape[0] // num_matrices for x in (left, right))
+
+    def block(t: Any, b: Any) -> Block:
+        matrix = lax.div(t, np.int32(rows // TILE))
+        return Block(lhs=t, rhs=matrix * np.int32(columns // TILE), depth=b, scale=t)
+
+    out = tiled_gemm(
         left,
         right,
-        jnp.repeat(left_scale, left_height, axis=1),
-        jnp.repeat(right_scale, height if height % BLOCK else height // BLOCK, axis=1),
+        left_scale,
+        right_scale,
+        num_blocks=lambda t: left.shape[1] // BLOCK,
+        block=block,
+        shape=(num_matrices * rows, columns),
         out_dtype=jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype,
+        name=BLOCK_GEMM_HOPPER,
     )
-    return _from_matrices(gemm, a, b, out)
+    return _from_matrices(gemm, a, b, out.reshape(num_matrices, rows, columns))
 
 
 def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:

@@ -5,53 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.quantizers import MX_COLUMNS, BlockQuantizer
 from fp8flax._core.recipes import GemmRecipe
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
 with a scale per 32 columns."""
-
-
-class _AbsentGpu(NamedTuple):
-    """The GPU that a program is compiled for, if it is not a device of JAX."""
-
-    capability: float
-    takes_algorithms: bool
-    cores: int
-
-
-_absent_gpu = jax.make_user_context(None)
-"""The ``_AbsentGpu`` that a program is compiled for; None for the first device of JAX."""
-
-
-def compile_target(
-    capability: float | None, *, takes_algorithms: bool = True, cores: int = 132
-) -> contextlib.AbstractContextManager[object]:
-    """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
-
-    A capability of None stands for the first device of JAX. ``takes_algorithms`` says whether JAX can
-    compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU; otherwise the dot has a precision.
-    """
-    gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms, cores)
-    context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
-    return context
-
-
-def is_compiling_ahead() -> bool:
-    """Returns whether programs are compiled for another GPU than the devices of JAX."""
-    return _absent_gpu.value is not None
-
-
-def takes_algorithms() -> bool:
-    """Returns whether an FP8 dot may have a ``DotAlgorithmPreset``, see ``compile_target``."""
-    return _absent_gpu.value is None or _absent_gpu.value.takes_algorithms
 
 
 class Fp8EmulationWarning(UserWarning):
@@ -164,16 +129,42 @@ GPUS = {
 }
 
 
-def is_hopper(capability: float) -> bool:
-    """Returns whether a compute capability is that of a Hopper GPU (H100, H200)."""
-    return HOPPER <= capability < NATIVE_MX
+# The GPU that a program is compiled for.
+
+
+def compiling_for(gpu: Gpu | None) -> contextlib.AbstractContextManager[Any]:
+    """Sets the GPU that programs are traced and lowered for; None is the first device of JAX.
+
+    JAX keeps the GPU as the device of the abstract mesh, a part of the cache key of ``jax.jit`` that Pallas
+    reads, too.
+    """
+    if gpu is None:
+        return contextlib.nullcontext()
+    kind = gpu.pallas_name or gpu.name
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=gpu.cores, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def absent_gpu() -> Gpu | None:
+    """Returns the GPU that programs are compiled for, if it is not the first device of JAX."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.device_kind == jax.devices()[0].device_kind:
+        return None
+    return next((gpu for gpu in GPUS.values() if device.device_kind in (gpu.name, gpu.pallas_name)), None)
+
+
+def compiles_algorithms() -> bool:
+    """Returns whether JAX compiles an FP8 dot with a ``DotAlgorithmPreset`` for an absent GPU.
+
+    Without the GPU, JAX 0.12 writes programs in a version of StableHLO that has no such algorithms.
+    """
+    return jax.__version_info__ < (0, 12)
 
 
 def compute_capability() -> float:
     """Returns the compute capability of the NVIDIA GPU that JAX compiles for, or 0 for other devices."""
-    if _absent_gpu.value is not None:
-        return float(_absent_gpu.value.capability)
-    return compute_capability_of(jax.devices()[0])
+    gpu = absent_gpu()
+    return compute_capability_of(jax.devices()[0]) if gpu is None else gpu.compute_capability
 
 
 def compute_capability_of(device: jax.Device) -> float:
@@ -188,9 +179,14 @@ def compute_capability_of(device: jax.Device) -> float:
 
 def num_cores() -> int:
     """Returns the number of cores of the GPU that JAX compiles for; that of an H200 if it is unknown."""
-    if _absent_gpu.value is not None:
-        return int(_absent_gpu.value.cores)
-    return int(getattr(jax.devices()[0], "core_count", None) or GPUS["h200"].cores)
+    gpu = absent_gpu()
+    cores = getattr(jax.devices()[0], "core_count", None) if gpu is None else gpu.cores
+    return int(cores or GPUS["h200"].cores)
+
+
+def is_hopper(capability: float) -> bool:
+    """Returns whether a compute capability is that of a Hopper GPU (H100, H200)."""
+    return HOPPER <= capability < NATIVE_MX
 
 
 # Which recipes run in FP8 units. These functions decide from dtypes and scales alone, for warnings and
@@ -209,40 +205,34 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
     Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
     e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
     """
-    dtypes = {lhs.dtype, rhs.dtype}
     if capability >= NATIVE_MX:
-        has_scales = lhs.has_mx_scales and rhs.has_mx_scales and lhs.block[1] == rhs.block[1]
-        return has_scales and dtypes <= OCP_DTYPES and dtypes != {E5M2}
+        is_exact = lhs.is_exact_in_bfloat16 and rhs.is_exact_in_bfloat16
+        is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % MX_COLUMNS == 0
+        return is_exact and is_wide_enough and {lhs.dtype, rhs.dtype} != {E5M2}
     has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
 
-def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
-    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
-
-    Blackwell has no units for the block scales of a ragged dot.
-    """
-    if is_compiling_ahead():
+def warn_if_emulated(*recipes: GemmRecipe) -> None:
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
+    if absent_gpu() is not None:
         return
-    capability = compute_capability()
-    has_kernel = not (is_ragged and capability >= NATIVE_MX)
-    # Each warning is raised at a single line (stacklevel=1), so that Python's default filter shows it once.
+    capability, kind = compute_capability(), jax.devices()[0].device_kind
     if capability < NATIVE_FP8:
-        warnings.warn(
-            f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
-            "speed is not. fp8flax.audit shows what a GPU would run.",
-            Fp8EmulationWarning,
-            stacklevel=1,
+        text = (
+            f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
+            "fp8flax.audit shows what a GPU would run."
         )
     elif not all(
-        has_kernel and has_units_for_blocks(one.lhs, one.rhs, capability)
+        has_units_for_blocks(one.lhs, one.rhs, capability)
         for one in recipes
         if isinstance(one.lhs, BlockQuantizer) and isinstance(one.rhs, BlockQuantizer)
     ):
-        warnings.warn(
-            f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
-            "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "
-            "runs in FP8.",
-            Fp8EmulationWarning,
-            stacklevel=1,
+        text = (
+            f"{kind} has no units for these block scales: the FP8 values are multiplied in a wider dtype, "
+            "at its speed. fp8flax.audit shows which. Float8CurrentScaling runs in FP8."
         )
+    else:
+        return
+    # Python's default filter shows each text once, because it is raised at this line (stacklevel=1).
+    warnings.warn(text, Fp8EmulationWarning, stacklevel=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,43 +29,35 @@ from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 from fp8flax._core.quantize import no_derivative
 
 
-class Ragged(NamedTuple):
-    """A product of rows in groups, one group for each expert (hashable).
+def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
+    """Returns the product of rows in groups of these sizes, one group for each expert.
 
-    Either each row ``(rows, depth)`` is multiplied by the kernel of its expert, ``(experts, …)``, with the
-    result ``(rows, columns)``. Rows that belong to no expert become zero. Or, for each expert, the outer
-    products of its rows of both operands, ``(rows, depth)`` and ``(rows, columns)``, are summed, with the
-    result ``(experts, depth, columns)``.
+    If ``b`` holds kernels ``(experts, columns, depth)``, each row ``(rows, depth)`` of ``a`` is multiplied
+    by the kernel of its expert, with the result ``(rows, columns)``. Rows that belong to no expert become
+    zero. If ``b`` has rows ``(rows, columns)``, the outer products of the rows of ``a`` and ``b`` are
+    summed for each expert, with the result ``(experts, depth, columns)``.
+
+    ``gemm`` is the product of one tile of rows; its ``out_dtype`` is the dtype of the result. Under
+    ``jax.vmap`` the batch runs in a loop.
     """
-
-    gemm: Gemm
-    """The product of one tile of rows; its dimension numbers contract the last dimension of the rows and of
-    the kernel, or the rows of both operands. Its ``out_dtype`` is the dtype of the result."""
-    is_sum: bool = False
-    is_transposed: bool = False
-    """Whether the kernels come as ``(experts, depth, columns)``, not as ``(experts, columns, depth)``."""
-
-    def columns_first(self, kernels: AnyTensor) -> Any:
-        """Returns the kernels as ``(experts, columns, depth)``: FP8 units sum over the last dimension."""
-        if not self.is_transposed:
-            return kernels
-        out: Any = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
-        if isinstance(kernels, QTensor) and kernels.block:
-            stack, depth, columns = kernels.block
-            out = dataclasses.replace(out, block=(stack, columns, depth))
-        return out
-
-
-def multiply_ragged(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
-    """Returns a product of rows in groups of these sizes; under ``jax.vmap`` in a loop over the batch."""
-    run = no_derivative(sequential_vmap(partial(_multiply, ragged)))
+    run = no_derivative(sequential_vmap(partial(_multiply, gemm)))
     out: jax.Array = run(a, b, group_sizes)
     return out
 
 
-def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
+def columns_first(kernels: AnyTensor) -> AnyTensor:
+    """Returns kernels ``(experts, depth, columns)`` in the order of ``multiply_ragged``."""
+    swapped: AnyTensor = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
+    if isinstance(swapped, QTensor) and swapped.block:
+        stack, depth, columns = swapped.block
+        swapped = dataclasses.replace(swapped, block=(stack, columns, depth))
+    return swapped
+
+
+def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies in the way of the device that the program is for."""
-    in_tiles = partial(_sums_in_tiles if ragged.is_sum else _products_in_tiles, ragged)
+    is_sum = len(b.shape) == 2
+    in_tiles = partial(_sums_in_tiles if is_sum else _products_in_tiles, gemm)
     if not (
         compute_capability()
         and isinstance(a, QTensor)
@@ -78,10 +70,10 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
     if (
         is_hopper(compute_capability())
         and multiplies_on_hopper(a.codes.dtype, b.codes.dtype)
-        and ragged.gemm.out_dtype.itemsize <= 4
+        and gemm.out_dtype.itemsize <= 4
         and all(x.quantizer.scale_columns == BLOCK for x in (a, b) if x.block)
     ):
-        one, name = partial(grouped_sums if ragged.is_sum else grouped_products, ragged), GROUPED_GEMM
+        one, name = partial(grouped_sums if is_sum else grouped_products, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""
@@ -90,8 +82,7 @@ def _multiply(ragged: Ragged, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array
 
     def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows m, depth k and columns n may be split, but not the experts.
-        kernels = "-kn" if ragged.is_transposed else "-nk"
-        operands, result = (("mk", "mn"), "-kn") if ragged.is_sum else (("mk", kernels), "mn")
+        operands, result = (("mk", "mn"), "-kn") if is_sum else (("mk", "-nk"), "mn")
         run = on_shards(of_part, (*operands, "-", "M"), result, name)
         out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))
         return out
@@ -121,9 +112,8 @@ def tile_of(rows: int, experts: int) -> int:
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
 # ``inline=True`` makes it a part of the surrounding program.
 @partial(jax.jit, static_argnums=0, inline=True)
-def _products_in_tiles(ragged: Ragged, a: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+def _products_in_tiles(gemm: Gemm, a: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
     """Returns each row times the kernel of its expert, ``(rows, columns)``, in plain JAX."""
-    gemm, kernels = ragged.gemm, ragged.columns_first(kernels)  # once, not at each visit
     rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
     a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
 
@@ -144,17 +134,16 @@ def _products_in_tiles(ragged: Ragged, a: Any, kernels: Any, group_sizes: jax.Ar
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _sums_in_tiles(ragged: Ragged, a: Any, b: Any, group_sizes: jax.Array) -> jax.Array:
+def _sums_in_tiles(gemm: Gemm, a: Any, b: Any, group_sizes: jax.Array) -> jax.Array:
     """Returns the sums over each expert's rows, ``(experts, depth, columns)``, in plain JAX."""
-    gemm, tile = ragged.gemm, tile_of(a.shape[0], group_sizes.size)
-    wide = gemm._replace(out_dtype=sum_dtype_of(gemm.out_dtype))
+    tile, wide = tile_of(a.shape[0], group_sizes.size), sum_dtype_of(gemm.out_dtype)
     a, b = _in_whole_tiles(tile, a, gemm.lhs_dtype), _in_whole_tiles(tile, b, gemm.rhs_dtype)
 
     def step(carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]) -> tuple[Any, None]:
         (total, out), (row, expert, low, high, is_first) = carry, visit
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
         keep = is_of_expert(tile, low, high)
-        product = multiply(wide, *(_with_zeros(keep, _tile_at(row, tile, x)) for x in (a, b)))
+        product = multiply(gemm._replace(out_dtype=wide), *(_tile_at(row, tile, x, keep) for x in (a, b)))
         total = jnp.where(is_first, jnp.zeros_like(total), total) + product
         # All visits of an expert follow each other, so its last visit writes its whole sum.
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)), None
@@ -162,7 +151,7 @@ def _sums_in_tiles(ragged: Ragged, a: Any, b: Any, group_sizes: jax.Array) -> ja
     visits = visits_of(a.shape[0], tile, group_sizes)
     is_first = lax.iota(np.int32, visits.row.size) == visits.first[visits.expert]
     shape = a.shape[1], b.shape[1]
-    zeros = jnp.zeros(shape, wide.out_dtype), jnp.zeros((group_sizes.size, *shape), gemm.out_dtype)
+    zeros = jnp.zeros(shape, wide), jnp.zeros((group_sizes.size, *shape), gemm.out_dtype)
     total, out, *_ = vary_alike(*zeros, *jax.tree.leaves((a, b, visits)))
     return lax.scan(step, (total, out), (*visits[:4], is_first))[0][1]
 
@@ -183,36 +172,27 @@ def _in_whole_tiles(tile: int, x: AnyTensor, dtype: Any) -> AnyTensor:
     return dataclasses.replace(x, codes=padded(x.codes, (filled, size)), scale=scale)
 
 
-def _tile_at(row: jax.Array, tile: int, x: AnyTensor) -> Any:
-    """Returns the tile of an operand that starts at ``row``."""
-    rows = x.shape[0]
+def _tile_at(row: jax.Array, tile: int, x: AnyTensor, keep: jax.Array | None = None) -> Any:
+    """Returns the tile of an operand that starts at ``row``, with zeros in rows that ``keep`` excludes."""
 
-    def cut(x: jax.Array) -> jax.Array:
-        is_per_row = x.ndim == 2 and x.shape[0] == rows
-        return lax.dynamic_slice_in_dim(x, row, tile) if is_per_row else x
+    def cut(array: jax.Array) -> jax.Array:
+        if array.ndim != 2 or array.shape[0] != x.shape[0]:
+            return array  # scales that all rows share
+        array = lax.dynamic_slice_in_dim(array, row, tile)
+        return array if keep is None else jnp.where(keep, array, np.zeros((), array.dtype))
 
     return jax.tree.map(cut, x)
-
-
-def _with_zeros(keep: jax.Array, operand: Any) -> Any:
-    """Returns a tile of an operand with zeros in the rows that ``keep`` excludes."""
-    x = operand.codes if isinstance(operand, QTensor) else operand
-    x = jnp.where(keep, x, np.zeros((), x.dtype))
-    return dataclasses.replace(operand, codes=x) if isinstance(operand, QTensor) else x
 
 
 # By our GPU kernel for Hopper, which knows scales per block only: other scales are repeated.
 
 
-def grouped_products(
-    ragged: Ragged, a: QTensor, kernels: QTensor, group_sizes: jax.Array, *, interpret: Any = None
-) -> jax.Array:
+def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel.
 
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
     experts are zero. (A NaN in a kernel so reaches all rows of the tiles that its expert visits.)
     """
-    kernels = ragged.columns_first(kernels)
     (rows, depth), (experts, columns, _) = a.shape, kernels.shape
     filled_rows, filled_depth, filled_columns = map(round_up, (rows, depth, columns))
     num_blocks, num_columns = np.int32(filled_depth // BLOCK), np.int32(filled_columns // TILE)
@@ -244,16 +224,13 @@ def grouped_products(
         num_blocks=lambda t, first, number, experts: number[t] * num_blocks,
         block=block,
         shape=(filled_rows, filled_columns),
-        out_dtype=ragged.gemm.out_dtype,
+        out_dtype=gemm.out_dtype,
         name=GROUPED_GEMM,
-        interpret=interpret,
     )
     return out[:rows, :columns]
 
 
-def grouped_sums(
-    ragged: Ragged, a: QTensor, b: QTensor, group_sizes: jax.Array, *, interpret: Any = None
-) -> jax.Array:
+def grouped_sums(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
     """Sums the outer products of the rows of each expert, ``(experts, depth, columns)``, by one GPU kernel.
 
     XLA first puts the tiles of all visits side by side, so that the sum of an expert runs over whole tiles.
@@ -293,9 +270,8 @@ def grouped_sums(
         num_blocks=lambda t, first, number: number[lax.div(t, num_tiles)],
         block=block,
         shape=(group_sizes.size * filled_depth, filled_columns),
-        out_dtype=ragged.gemm.out_dtype,
+        out_dtype=gemm.out_dtype,
         name=GROUPED_GEMM,
-        interpret=interpret,
     )
     return out.reshape(-1, filled_depth, filled_columns)[:, :depth, :columns]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -102,8 +102,6 @@ class Contraction:
     """The precision that the caller asks for, as ``lax`` writes it."""
     is_stored: bool = False
     """Whether the kernel comes as the FP8 codes of a frozen model."""
-    is_ragged: ClassVar[bool] = False
-    """Whether rows are multiplied by the kernels of their experts."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -288,7 +286,7 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
 
 def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
     """Quantizes a canonical tensor in blocks for both products."""
-    cast = Cast(quantizer, *plan.dims[role], inf_is_nan=role == "output_grad")
+    cast = Cast(quantizer, plan.dims[role][0], inf_is_nan=role == "output_grad")
     one, other = no_derivative(partial(quantize_blocks, cast))(x)
     # A GPU makes the codes of square blocks in the order of each product.
     return one, one if quantizer.serves_both and not compute_capability() else other

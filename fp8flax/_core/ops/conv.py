@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import sum_dtype_of
-from fp8flax._core.gemm.gpus import Fp8EmulationWarning, is_compiling_ahead
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.contract import STATELESS, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -155,7 +155,7 @@ def fp8_conv_general_dilated(
     )
     if windows is None:
         _check_recipe(recipe, params)
-        if any(recipe.gemms.quantizers) and not is_compiling_ahead():
+        if any(recipe.gemms.quantizers) and absent_gpu() is None:
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
                 "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",

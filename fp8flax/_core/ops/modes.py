@@ -96,7 +96,7 @@ def run(
     is_qdq, is_frozen = isinstance(plan, FakeQuantized), is_frozen or stored_kernel is not None
     if not (is_qdq or is_calibrating()):
         used = plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad
-        warn_if_emulated(*(used[:1] if is_frozen else used), is_ragged=plan.is_ragged)
+        warn_if_emulated(*(used[:1] if is_frozen else used))
     if stored_kernel is not None:
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)

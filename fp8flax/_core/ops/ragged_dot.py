@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.groups import ends_of_groups
-from fp8flax._core.gemm.ragged import Ragged, multiply_ragged
+from fp8flax._core.gemm.ragged import columns_first, multiply_ragged
 from fp8flax._core.names import FORWARD, WGRAD
 from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
 from fp8flax._core.ops.modes import check_operands, run, traced
@@ -38,8 +37,6 @@ class RaggedContraction(Contraction):
     So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the sum of the outer products q(x[m]) q(g[m]) over the rows
     of expert e.
     """
-
-    is_ragged: ClassVar[bool] = True
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -69,8 +66,9 @@ class RaggedContraction(Contraction):
     def product(self, name: str) -> Callable[..., jax.Array]:
         contract = 0 if name == WGRAD else 1
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        ragged = Ragged(gemm, is_sum=name == WGRAD, is_transposed=name == FORWARD)
-        return partial(multiply_ragged, ragged)
+        if name != FORWARD:
+            return partial(multiply_ragged, gemm)
+        return lambda x, w, group_sizes: multiply_ragged(gemm, x, columns_first(w), group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra

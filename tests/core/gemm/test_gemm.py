@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm import casts, gemm
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -19,30 +19,39 @@ from fp8flax._core.state.state import ScalingState
 from tests.cases import (
     CONTRACTIONS,
     MATMUL,
-    block_gemm_in_jax,
     data,
     error_of_product,
     struct,
+    tiled_gemm_in_jax,
     vjp_of,
     with_reference,
 )
 from tests.gpus import run_branch_for_gpus
 
+SQUARE, PAIRS = (
+    fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(rows, 128), scale="float32") for rows in (128, 2)
+)
 BLOCKS = {
+    "blocks of several rows": fp8.CustomRecipe(
+        forward=fp8.GemmRecipe(lhs=SQUARE, rhs=PAIRS),
+        dgrad=fp8.GemmRecipe(lhs=SQUARE, rhs=PAIRS),
+        wgrad=fp8.GemmRecipe(lhs=PAIRS, rhs=SQUARE),
+    ),
     "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
     "128 blocks": fp8.Float8BlockScaling(),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "contraction", "capability"),
+    ("name", "contraction", "target"),
     [
-        ("MX, hybrid, floor", "matmul", 9.0),
-        pytest.param("128 blocks", "wide", 9.0, marks=pytest.mark.long),
-        ("128 blocks", "two batches, moved", 10.0),
+        ("MX, hybrid, floor", "matmul", "h200"),
+        pytest.param("128 blocks", "wide", "h200", marks=pytest.mark.long),
+        ("blocks of several rows", "matmul", "h200"),
+        ("128 blocks", "two batches, moved", "b200"),
     ],
 )
-def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
+def test_the_lowering_for_gpus_has_the_same_values(name, contraction, target, monkeypatch):
     """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
     wide = ((150, 300), (300, 140), MATMUL)
     lhs_shape, rhs_shape, dims = wide if contraction == "wide" else CONTRACTIONS[contraction]
@@ -60,15 +69,15 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
     def interpreted(*args, **kwargs):
         calls.append("Pallas")
-        return block_gemm_in_jax(*args, **kwargs)
+        return tiled_gemm_in_jax(*args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(gemm, "hopper_block_gemm", interpreted)
+    monkeypatch.setattr(gemm, "tiled_gemm", interpreted)
     run_branch_for_gpus(monkeypatch)
-    with compile_target(capability):
+    with compiling_for(GPUS[target]):
         actual = vjp_of(BLOCKS[name], dims)(lhs, rhs, g)
-    backend = "cuDNN" if capability == 10 else {"128 blocks": "Pallas"}.get(name)
+    backend = "cuDNN" if target == "b200" else None if name.startswith("MX") else "Pallas"
     # Ways that also run on a mesh are traced once more.
     assert set(calls) == {backend} - {None}
     assert len(calls) in ((0,) if backend is None else range(3, 7))
@@ -88,9 +97,9 @@ def test_block_scaled_gemms_under_vmap(axes, monkeypatch):
     each = [[x if axis is None else x[i] for x, axis in zip(operands, axes)] for i in range(3)]
     expected = [run(*pair, jnp.ones((5, 7))) for pair in each]
     monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(gemm, "hopper_block_gemm", block_gemm_in_jax)
+    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
     run_branch_for_gpus(monkeypatch)
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         run = vjp_of(BLOCKS["128 blocks"], MATMUL)
         actual = jax.vmap(run, (*axes, None))(*operands, jnp.ones((5, 7)))
     for i, one in enumerate(expected):
@@ -107,8 +116,8 @@ def test_codes_are_never_multiplied_in_float16():
     assert "= f16[" not in program.as_text()
 
 
-@pytest.mark.parametrize("capability", [9.0, 10.0])
-def test_operands_that_are_filled_up_to_other_widths(capability):
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_operands_that_are_filled_up_to_other_widths(target):
     """Blocks of 32 and of 128 columns, with 96 columns; devices of a mesh cannot split these."""
     quantizers = [
         fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=block, scale="e8m0")
@@ -116,7 +125,7 @@ def test_operands_that_are_filled_up_to_other_widths(capability):
     ]
     recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizers[0], rhs=quantizers[1]))
     op = fp8.Fp8DotGeneralOp(recipe=recipe)
-    with compile_target(capability):
+    with compiling_for(GPUS[target]):
         out = jax.eval_shape(
             lambda x, w: op.apply({}, x, w, MATMUL), jnp.zeros((16, 96)), jnp.zeros((96, 16))
         )
@@ -130,7 +139,7 @@ def test_sizes_are_counted_with_their_padding(number, fits):
     operand = fp8.QTensor(codes, None, BLOCKS["128 blocks"].gemms.forward.lhs, (1, 1, 128))
     dtype = np.dtype(np.float32)
     product = Gemm((((2,), (2,)), ((0,), (0,))), dtype, dtype, dtype)
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         assert (gemm._on_one_gpu(product, operand, operand) is gemm._hopper) == fits
 
 
@@ -232,9 +241,9 @@ def test_scales_that_are_constants(x, w, amax):
 def test_magnitudes_in_the_branch_for_gpus(monkeypatch):
     """Run here: our kernel for blocks that quantizes, interpreted, and the one that multiplies in JAX."""
     run_branch_for_gpus(monkeypatch)
-    monkeypatch.setattr(gemm, "hopper_block_gemm", block_gemm_in_jax)
+    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
     monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         check_three_gemms(IN_RANGE["128 blocks, float32"])
 
 

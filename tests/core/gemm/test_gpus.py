@@ -10,13 +10,13 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gpus import (
-    compile_target,
+    GPUS,
+    compiling_for,
     compute_capability,
     compute_capability_of,
 )
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests.cases import MATMUL
 
 
@@ -35,38 +35,32 @@ def test_the_capability_of_a_device(device, number):
 
 def test_the_target_comes_before_the_first_device():
     assert compute_capability() == compute_capability_of(jax.devices()[0]) == 0
-    with compile_target(9.0):
-        assert compute_capability() == 9.0
+    with compiling_for(GPUS["l40s"]):
+        assert compute_capability() == 8.9
 
 
-DOT = partial(fp8_dot_general, dimension_numbers=MATMUL), jnp.zeros((2, 32)), jnp.zeros((32, 2))
-RAGGED = fp8_ragged_dot, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
 BLOCKS, MX = fp8.Float8BlockScaling(), fp8.MXFP8BlockScaling()
 BLOCKS_F32 = fp8.Float8BlockScaling(use_f32_scales=True)
 E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 
 
 @pytest.mark.parametrize(
-    ("op", "recipe", "capability", "is_told"),
+    ("recipe", "capability", "is_told"),
     [
-        (DOT, MX, 9.0, True),
+        (MX, 9.0, True),
         # Blackwell's units take scales that are powers of two, but not e5m2 by e5m2.
-        (DOT, MX, 10.0, False),
-        (DOT, BLOCKS, 10.0, False),
-        (DOT, BLOCKS_F32, 10.0, True),
-        (DOT, E5M2_TWICE, 10.0, True),
-        # Its block-scaled GEMM is none of a ragged dot.
-        (RAGGED, BLOCKS, 10.0, True),
+        (MX, 10.0, False),
+        (BLOCKS, 10.0, False),
+        (BLOCKS_F32, 10.0, True),
+        (E5M2_TWICE, 10.0, True),
     ],
 )
-def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(
-    op, recipe, capability, is_told, monkeypatch
-):
+def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(recipe, capability, is_told, monkeypatch):
     monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
-    f, *args = op
+    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe, states=States())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jax.eval_shape(partial(f, recipe=recipe, states=States()), *args)
+        jax.eval_shape(dot, jnp.zeros((2, 32)), jnp.zeros((32, 2)))
     assert all(issubclass(w.category, fp8.Fp8EmulationWarning) for w in caught)
     assert ["no units" in str(w.message) for w in caught] == [True] * is_told
 

@@ -1,5 +1,6 @@
 """The FP8 matmul of a mixture of experts beside NumPy, one expert at a time."""
 
+import dataclasses
 import re
 from functools import cache, partial
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm import gemm, ragged
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
@@ -26,7 +27,10 @@ RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
     "current": fp8.Float8CurrentScaling(),
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
-    "blocks": fp8.Float8BlockScaling(),  # of rows, which for wgrad several experts share
+    # For wgrad several experts share blocks of rows. In forward the blocks of a kernel are not square.
+    "blocks": dataclasses.replace(
+        fp8.Float8BlockScaling().gemms, forward=fp8.MXFP8BlockScaling().gemms.forward
+    ),
 }
 # The rows of the experts: straddling tiles, one empty and some left over; all to one; none; to the last
 # only and beyond the buffer; each its share, so that tiles are shared by three.
@@ -69,9 +73,12 @@ class RaggedStep:
             return (x, x), (g, g), (kernels, kernels)
         gemms = RECIPES[self.name].gemms
         return (
-            [with_reference(gemms.forward.lhs, x, axis) for axis in (1, 0)],
+            [with_reference(q.lhs, x, axis) for q, axis in ((gemms.forward, 1), (gemms.wgrad, 0))],
             [with_reference(gemms.dgrad.lhs, g, axis) for axis in (1, 0)],
-            [[with_reference(gemms.forward.rhs, one, axis) for one in w] for axis in (1, 0)],
+            [
+                [with_reference(q.rhs, one, i) for one in w]
+                for q, i in ((gemms.dgrad, 1), (gemms.forward, 0))
+            ],
         )
 
     def __call__(self, x, w, g, sizes):
@@ -336,7 +343,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(monkeypatch):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
     places = split, split, split, whole
-    with compile_target(8.0):
+    with compiling_for(GPUS["a100"]):
         compiled = jit(step, in_shardings=places, out_shardings=split).lower(x, w, g, sizes).compile()
     for ours, theirs in zip(compiled(*jax.device_put((x, w, g, sizes), places)), expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)

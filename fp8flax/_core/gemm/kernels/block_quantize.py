@@ -9,6 +9,7 @@ The kernel uses Pallas's Triton backend, which JAX calls deprecated from 0.11 on
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantize import clipped, divided
+from fp8flax._core.quantize import divided
 from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
@@ -56,17 +57,7 @@ def block_quantize(
 
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // BLOCK, columns // BLOCK
-    limit = fp8_max(dtype)
-
-    def cast(values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
-        if power_2:
-            exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
-            scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
-        else:
-            scale = compute_scale(amax, 1.0, limit)
-            scaled = divided(values, scale)
-        return clipped(scaled, limit).astype(dtype), scale
+    cast = partial(_cast, dtype, power_2)
 
     def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
         values = x_ref[...].astype(jnp.float32)
@@ -117,3 +108,18 @@ def block_quantize(
     )(x)
     swapped = (0, 2, 1)
     return (codes, lax.transpose(scale, swapped)), (transposed, lax.transpose(other_scale, swapped))
+
+
+def _cast(dtype: Any, power_2: bool, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
+    limit = fp8_max(dtype)
+    if power_2:
+        exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
+        scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
+    else:
+        scale = compute_scale(amax, 1.0, limit)
+        scaled = divided(values, scale)
+    # Pallas's minimum and maximum return the number if the other operand is a NaN.
+    bound = np.float32(limit)
+    saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
+    return saturated.astype(dtype), scale

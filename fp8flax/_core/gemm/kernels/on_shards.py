@@ -6,9 +6,9 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,17 +47,18 @@ def on_shards(
 
     def run(*args: Any) -> Any:
         made = jax.eval_shape(kernel, *args)
-        outs = (made,) if isinstance(results, str) else made
-        tensors = [*zip(operands, args), *zip((results,) if isinstance(results, str) else results, outs)]
-        whole = {one for letters, x in tensors for one in _partial_dims(x, letters)}
-        dims = [one for letters, x in tensors for one in _dims_of_leaves(x, letters, whole)]
+        of_results = [(results, made)] if isinstance(results, str) else [*zip(results, made)]
+        tensors = [*zip(operands, args), *of_results]
+        partial = {one for letters, x in tensors for one in _partial_dims(x, letters)}
+        dims = [one for letters, x in tensors for one in _dims_of_leaves(x, letters, partial)]
         leaves, treedef = jax.tree.flatten(args)
 
         def kernel_of_leaves(*leaves: Any) -> list[Any]:
             return jax.tree.leaves(kernel(*treedef.unflatten(leaves)))
 
         split = _split(kernel_of_leaves, dims[: len(leaves)], dims[len(leaves) :])
-        made_leaves = (jax.named_scope(name)(split) if name else split)(*leaves)
+        with jax.named_scope(name) if name else contextlib.nullcontext():
+            made_leaves = split(*leaves)
         return jax.tree.unflatten(jax.tree.structure(made), made_leaves)
 
     return run
@@ -114,53 +115,26 @@ def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) 
 
         return mesh, compute, [*map(sharding, results)], tuple(map(sharding, operands))
 
-    def rule(mesh: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
-        """Returns the rule by which Shardy propagates shardings, and the sizes of its factors.
-
-        The dimension ``n``, if it has blocks, is written as ``(N n)``: ``N`` blocks of ``n`` elements. If
-        the number of devices does not divide the number of blocks, Shardy could split columns over a part
-        of a mesh axis. JAX has no such sharding. The rule then gives blocks and columns unrelated factors,
-        and ``partition`` splits them alike.
-        """
-        arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
-        sizes = {letter: n for dims, x in arrays for letter, n in zip(dims, x.shape)}
-        counts = {letter: _count(letter, arrays) for letter in letters}
-        blocks = {x for x in letters if counts[x] < sizes[x] and counts[x] % mesh.size == 0}
-        # Each dimension that corresponds to no other needs a factor of its own.
-        others = map("u{}".format, itertools.count())
-
-        def factor(one: str, n: int) -> str:
-            letter = one.lower()
-            if one == "-" or n not in (sizes[letter], counts[letter]):
-                return next(others)
-            if n < sizes[letter]:
-                return letter.upper()
-            return f"({letter.upper()} {letter})" if letter in blocks else letter
-
-        texts = [" ".join(map(factor, dims, x.shape)) for dims, x in arrays]
-        text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
-        summed_factors = {*summed, *(x.upper() for x in summed if x in blocks)}
-        in_order = dict.fromkeys(re.findall(r"\w+", text))
-        return text, {
-            "reduction_factors": tuple(x for x in in_order if x in summed_factors),
-            **{x: sizes[x] // counts[x] for x in blocks},
-        }
-
+    # The rule by which Shardy propagates shardings: a factor for each letter, which is as large as the
+    # smallest of its dimensions, the number of blocks. A dimension without a letter has its own factor.
+    others = map("u{}".format, itertools.count())
+    of_arrays = [
+        " ".join(next(others) if x == "-" else x for x in dims.lower()) for dims in operands + results
+    ]
+    rule = f"{', '.join(of_arrays[: len(operands)])} -> {', '.join(of_arrays[len(operands) :])}"
     split = custom_partitioning(kernel)
-    split.def_partition(partition, sharding_rule=rule)
+    split.def_partition(partition, sharding_rule=rule, reduction_factors=tuple(summed))
     return split
 
 
 def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
     """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
-    found = {_axes_of(x, dims.index(letter)) for dims, x in arrays if letter in dims}
+    found = set()
+    for dims, x in arrays:
+        if letter in dims:
+            names = dict(enumerate(x.sharding.spec)).get(dims.index(letter)) or ()
+            found.add((names,) if isinstance(names, str) else tuple(names))
     return found.pop() if len(found) == 1 else ()
-
-
-def _axes_of(x: Any, dim: int) -> Axes:
-    """Returns the mesh axes over which a dimension of ``x`` is split."""
-    names = dict(enumerate(x.sharding.spec)).get(dim)
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:

@@ -1,6 +1,6 @@
 """A GEMM in tiles, with scales per block: a GPU kernel in Mosaic GPU for Hopper's FP8 units.
 
-Its caller says which rows of the operands each tile of the result is computed from. ``block_gemm_hopper``
+Its caller says which rows of the operands each tile of the result is computed from. ``gemm.gemm``
 multiplies stacks of matrices with it, ``gemm.ragged`` the rows of experts.
 """
 
@@ -56,7 +56,7 @@ def tiled_gemm(
     lhs_scale: jax.Array,
     rhs_scale: jax.Array,
     *tables: jax.Array,
-    num_blocks: int | Callable[..., Any],
+    num_blocks: Callable[..., Any],
     block: Callable[..., Block],
     shape: tuple[int, int],
     out_dtype: Any,
@@ -77,8 +77,8 @@ def tiled_gemm(
             result get nothing from a block, unless its codes are NaN.
         rhs_scale: float32, ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128 rows share a scale.
         *tables: int32 arrays, to which ``num_blocks`` and ``block`` get references as last arguments.
-        num_blocks: the number of blocks of a tile. If tiles differ, a function of the index of a row of
-            tiles of the result. A tile without blocks is zero.
+        num_blocks: a function of the index of a row of tiles of the result, which returns the number of
+            blocks of its tiles. A tile without blocks is zero.
         block: a function of the index of a row of tiles of the result, and of the index of a block.
         shape: the shape of the result; both sizes are multiples of 128.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
@@ -134,7 +134,7 @@ def tiled_gemm(
             )
         return plgpu.emit_pipeline_warp_specialized(
             body,
-            grid=(num_blocks(t, *tables) if callable(num_blocks) else num_blocks,),
+            grid=(num_blocks(t, *tables),),
             memory_registers=40,
             in_specs=specs[: 2 + num_scales],
             wg_axis="warpgroup",

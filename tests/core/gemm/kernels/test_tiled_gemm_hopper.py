@@ -7,27 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8flax._core.gemm import gemm
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from tests.cases import error_of_product
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import tiled_gemm
+from tests.cases import error_of_product, hopper_gemm
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def interpreted(f, **kwargs):
+@pytest.fixture
+def _interpreted(monkeypatch):
+    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return jax.jit(partial(f, **kwargs, interpret=InterpretGPUParams()))
-
-
-@pytest.fixture
-def _one_core(monkeypatch):
-    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
     monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
+    monkeypatch.setattr(gemm, "tiled_gemm", partial(tiled_gemm, interpret=InterpretGPUParams()))
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_one_core")
+@pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize(
     ("shape", "out_dtype"),
     [((1, 200, 256, 136), jnp.float32), ((2, 3, 384, 128), jnp.bfloat16), ((1, 130, 128, 1), jnp.float16)],
@@ -45,7 +43,7 @@ def test_stacks_of_matrices(shape, out_dtype):
         jnp.asarray(2.0 ** rng.uniform(-3, 3, (batch, n, depth // 128)), jnp.float32)
         for n in (rows, blocks)
     ]
-    out = interpreted(hopper_block_gemm, out_dtype=out_dtype)(*codes, *scales)
+    out = jax.jit(partial(hopper_gemm, out_dtype=out_dtype))(*codes, *scales)
     assert (out.shape, out.dtype) == ((batch, rows, filled), out_dtype)
     wide = [
         np.repeat(np.repeat(s, c.shape[1] // s.shape[1], 1), 128, 2) * np.asarray(c, np.float64)
@@ -56,7 +54,7 @@ def test_stacks_of_matrices(shape, out_dtype):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_one_core")
+@pytest.mark.usefixtures("_interpreted")
 def test_scales_almost_out_of_range():
     """One scale is almost out of the range of float32; a block of zeros has the scale 1."""
     rng = np.random.default_rng(0)
@@ -67,7 +65,7 @@ def test_scales_almost_out_of_range():
         for one, n in zip(magnitudes.T, (2, 3))
     ]
     codes[0], scales[0] = codes[0].at[:, 1, 128:].set(0), scales[0].at[:, 1, 1].set(1)
-    out = interpreted(hopper_block_gemm, out_dtype=jnp.float32)(*codes, *scales)
+    out = jax.jit(partial(hopper_gemm, out_dtype=jnp.float32))(*codes, *scales)
     wide = [
         np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
         for c, s in zip(codes, scales)
