@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
-from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
-from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
+from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
@@ -79,11 +76,6 @@ _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    _shape_advice = (
-        "Make the op under the recipe (the amax_history_len) of its calls. Call layers that nnx.vmap "
-        "stacked inside of nnx.vmap or nnx.scan."
-    )
-
     def __init__(self, *, recipe: Recipe | None = None):
         self._set_up(recipe)
 
@@ -103,15 +95,6 @@ class Fp8Op(OpBase, nnx.Module):
             return
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
-
-    def _multiplier(self) -> Callable[..., jax.Array]:
-        layer, field = next(reversed(running_modules()), None), self.row.linen_field
-        if layer is not None and field is not None and hasattr(type(layer), field):
-            raise TypeError(  # otherwise the scales would never change
-                f"The Linen layer {type(layer).__name__} was given an NNX op, whose scaling state Linen "
-                f"cannot keep. Give it the Linen op: {field}=fp8flax.{type(self).__name__}."
-            )
-        return super()._multiplier()
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
@@ -147,7 +130,7 @@ class Fp8Op(OpBase, nnx.Module):
         return variable.get_value(), where
 
 
-class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
+class Fp8DotGeneralOp(Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Give each layer an instance of its own, as ``dot_general=``; ``nnx.Linear`` and ``nnx.LinearGeneral``
@@ -171,12 +154,13 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """
 
     row = DOT_GENERAL
+    __call__ = DOT_GENERAL.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
 
 
-class Fp8Einsum(EinsumCall, Fp8Op):
+class Fp8Einsum(Fp8Op):
     """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum`` and ``Fp8DotGeneralOp``.
 
     Example:
@@ -187,12 +171,13 @@ class Fp8Einsum(EinsumCall, Fp8Op):
     """
 
     row = EINSUM
+    __call__ = EINSUM.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
 
 
-class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
+class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp`` and ``Fp8DotGeneralOp``.
 
     Example:
@@ -203,9 +188,10 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """
 
     row = CONV
+    __call__ = CONV.__call__
 
 
-class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
+class Fp8RaggedDotOp(Fp8Op):
     """FP8 matmul of a mixture of ``num_experts`` experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
 
     Example:
@@ -219,6 +205,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
+    __call__ = RAGGED_DOT.__call__
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)

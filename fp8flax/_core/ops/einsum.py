@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.shapes import Float
 
 
@@ -70,3 +71,34 @@ def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:
     names = [*spec, *[None] * (len(permutation) - len(spec))]
     of_array = PartitionSpec(*(names[permutation.index(i)] for i in range(len(permutation))))
     return of_array if is_spec else NamedSharding(sharding.mesh, of_array)
+
+
+class Einsum(DotGeneral):
+    """``jnp.einsum`` of two operands. A converted model meets its ``dot_general``, and not the einsum."""
+
+    name = "Fp8Einsum"
+    primitive = None
+    nnx_field = "einsum_op"
+
+    def __call__(  # type: ignore[override]
+        self: Any,
+        eqn: str,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Contracts the operands in FP8, as ``jnp.einsum`` does in their own dtypes.
+
+        Args:
+            eqn: the equation; no index may occur twice within one operand.
+            lhs: the input, any shape; bfloat16, float16, float32 or float64.
+            rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
+            precision: as for ``Fp8DotGeneralOp``.
+            preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
+                returns.
+            out_sharding: how to shard the result on a mesh with explicit axes.
+        """
+        return einsum_with(self._run, eqn, lhs, rhs, precision, preferred_element_type, out_sharding)

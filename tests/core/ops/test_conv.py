@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.ops.contract import States
-from fp8flax._core.ops.conv import fp8_conv_general_dilated
+from fp8flax._core.ops.contract import STATELESS, States
+from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.ops.op import calling
 from fp8flax._core.state.state import ScalingState
 from tests import reference
 from tests.cases import OWG, cells, error_of_product, struct, variables_of
@@ -56,6 +57,10 @@ CASES = {
 def channels_last(num_spatial):
     spatial = "XYZ"[:num_spatial]
     return f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"
+
+
+def fp8_conv_general_dilated(x, w, *args, states=STATELESS, recipe, **kwargs):
+    return calling(Conv, partial(Conv.in_fp8, states=states, recipe=recipe))(x, w, *args, **kwargs)
 
 
 def convolution_of(case, convolve=fp8_conv_general_dilated, **options):
@@ -279,8 +284,6 @@ def test_arguments_are_honoured_or_refused():
         assert shapes[0] == shapes[1]
     with pytest.raises(TypeError, match="lhs"):
         convolve(x.astype(np.int32), w)
-    with pytest.raises(TypeError, match="out_sharding"):
-        convolve(x, w, out_sharding=P())
 
 
 @pytest.mark.filterwarnings("always")
