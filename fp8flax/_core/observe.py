@@ -44,8 +44,6 @@ class Observing(NamedTuple):
     Otherwise ops compute as usual, and report quantization errors for ``statistics``."""
     backward: bool = True
     """Whether output gradients are calibrated. Without them, forward-mode differentiation works, too."""
-    key: object = None
-    """For statistics: an object for each measured function, which makes JAX trace the function again."""
     path: tuple[str, ...] = ()
     """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
 
@@ -153,27 +151,19 @@ def _report_cotangent(
     return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
 
 
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any, *, innermost_only: bool = False) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any, innermost_only: bool = False) -> Any:
     """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
 
     ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
     inside its forward pass, ``f`` is called for each outer gradient, too, unless ``innermost_only``.
     """
-    return _on_cotangent(f, innermost_only, x, args)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _on_cotangent(f: Callable[..., Any], innermost_only: bool, x: Any, args: Any) -> Any:
-    """Returns ``x``, see ``on_cotangent``."""
-    del f, innermost_only, args
+    del f, args, innermost_only
     return x
 
 
 # An outer gradient differentiates the forward rule of the inner one.
-_on_cotangent.defvjp(
-    lambda f, innermost_only, x, args: (
-        x if innermost_only else _on_cotangent(f, innermost_only, x, args),
-        args,
-    ),
+on_cotangent.defvjp(
+    lambda f, x, args, innermost_only: (x if innermost_only else on_cotangent(f, x, args), args),
     lambda f, innermost_only, args, g: f(g, args),
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core import DenyList
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import running_calls
@@ -43,7 +43,8 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        if not self.is_initializing() and self._is_named_mutable():
+        has_state = not self.is_initializing() and (running_calls() or self.has_variable(collection, name))
+        if has_state and self._is_named_mutable():
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {collection!r}, but apply returns the old state there. The next state is "
@@ -79,10 +80,8 @@ class Fp8Op(OpBase, nn.Module):
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
     def _is_named_mutable(self) -> bool:
-        """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
-        name, _ = state_leaf_names(ROLES[0])
-        has_state = bool(running_calls()) or self.has_variable(OVERWRITE_WITH_GRADIENT, name)
-        if not (has_state and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
+        """Returns whether ``mutable`` of ``apply`` names the collection of the state."""
+        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
             return False
         filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
         # Lifted transformations, such as nn.scan, replace the argument of apply by a set.

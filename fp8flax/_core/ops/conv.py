@@ -95,7 +95,7 @@ def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.
     return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
 
 
-def _check_recipe(recipe: Recipe, params: dict[str, Any]) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     """Raises ``ValueError`` if a convolution that is not a matmul cannot scale its tensors by a recipe.
 
     Each tensor is cast once, so it takes one quantizer, with one scale.
@@ -103,13 +103,11 @@ def _check_recipe(recipe: Recipe, params: dict[str, Any]) -> None:
     gemms = recipe.gemms
     has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
     if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
-        names = ("window_strides", "rhs_dilation", "lhs_dilation", "feature_group_count")
-        got = ", ".join(f"{name}={params[name]}" for name in (*names, "batch_group_count"))
         raise ValueError(
             "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
             "takes one scale per tensor, the same in all products: DelayedScaling() or "
-            f"Float8CurrentScaling(). Got the recipe {recipe!r}, with {got}. Give this layer a recipe of "
-            "its own, or leave FP8 out of it."
+            f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, or "
+            "leave FP8 out of it."
         )
 
 
@@ -127,10 +125,8 @@ def fp8_conv_general_dilated(
     patches, a window that covers all of the input), it has no groups, and its input is not dilated. The
     amax of the input is then the amax of all windows.
 
-    In all other cases it is quantize-dequantize: the operands are cast to FP8 and back, JAX convolves them
-    in their dtype, and the cotangent is cast to FP8 and back, on every device. XLA has no gradients of FP8
-    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes. The operands
-    stay wide for the backward pass, and JAX can differentiate the convolution any number of times.
+    All other convolutions are quantize-dequantize around a convolution of JAX. XLA has no gradients of FP8
+    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
 
     ``Conv.__call__`` explains the arguments, and ``modes.run`` the others.
     """
@@ -138,7 +134,7 @@ def fp8_conv_general_dilated(
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     out, params, windows = _traced(lhs, rhs, *arguments)
     if windows is None:
-        _check_recipe(recipe, params)
+        _check_recipe(recipe)
         if any(recipe.gemms.quantizers) and not is_compiling_ahead():
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "

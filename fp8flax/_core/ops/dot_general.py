@@ -228,11 +228,12 @@ def _qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    arguments = dimension_numbers, precision, preferred_element_type
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return dot_general_with_precision(lhs, rhs, *arguments)
-
+    product: Any = partial(
+        dot_general_with_precision,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
     sharding = explicit_sharding(lhs)
     if out_sharding is not None and sharding is not None:
         axes = explicit_axes(sharding.mesh)

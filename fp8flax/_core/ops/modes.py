@@ -217,24 +217,20 @@ def _calibrated(
     scales: Scales,
 ) -> jax.Array:
     """Returns the product in wide dtypes, and reports the amaxes of the tensors with delayed scaling."""
+
+    def amax_of(role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:
+        return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
+
+    quantizers = plan.recipe.delayed
     x, w = (
-        report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, *extra), states[role])
-        if role in states
-        else x
+        report_amax(quantizers[role], x, amax_of(role, x, *extra), states[role]) if role in states else x
         for role, x in zip(("input", "kernel"), operands)
     )
     out, role = wide(x, w, extra), "output_grad"
     if role not in states:
         return out
-    amax_of = partial(_amax, plan, role)
-    return report_amax_of_cotangent(
-        plan.recipe.delayed[role], amax_of, out, scales[role], states[role], *extra
-    )
-
-
-def _amax(plan: Contraction, role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:
-    """Returns the amax of a tensor, or the amaxes of a stack."""
-    return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
+    amax_of_g = partial(amax_of, role)
+    return report_amax_of_cotangent(quantizers[role], amax_of_g, out, scales[role], states[role], *extra)
 
 
 def _measured(

@@ -32,11 +32,6 @@ from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
-_ON_EXPLICIT_AXES = (
-    "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "
-    "device has its own rows and experts, or inside jax.sharding.auto_axes."
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedContraction(Contraction):
@@ -86,26 +81,19 @@ class RaggedContraction(Contraction):
         return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
 
 
-def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
-    """Raises an error if the shapes, the dtype of ``group_sizes`` or the shardings are not supported."""
+def _check(lhs: jax.Array, rhs: jax.Array) -> None:
+    """Raises an error if the shapes or the shardings of the operands are not supported."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
         raise ValueError(
             "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    if group_sizes.shape != rhs.shape[:1]:
-        raise ValueError(
-            f"group_sizes must have shape ({rhs.shape[0]},), a number of rows for each expert of rhs "
-            f"{rhs.shape}; got {group_sizes.shape}."
-        )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"group_sizes must be integers; got {group_sizes.dtype}. Count the rows of each expert, for "
-            "instance with jnp.bincount(experts, length=num_experts)."
-        )
     if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
-        raise NotImplementedError(_ON_EXPLICIT_AXES)
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
 
 
 def fp8_ragged_dot(
@@ -134,7 +122,7 @@ def fp8_ragged_dot(
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
-    _check_shapes(lhs, rhs, group_sizes)
+    _check(lhs, rhs)
     out, params = traced(
         lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
         *(lhs, rhs, group_sizes),
