@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
@@ -47,14 +49,16 @@ except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
     return out
 
 
-def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None]:
-    if kernel.perturbed and not scale.perturbed:
+@partial(_checked.defjvp, symbolic_zeros=True)
+def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
+    if scale and not kernel:
         warnings.warn(
             "The kernel of an FP8 layer of fp8flax.nnx is differentiated without its scaling state, as "
             "nnx.grad does, so the scales never change. Use fp8flax.nnx.value_and_grad or grad, and "
@@ -62,15 +66,7 @@ def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None
             UserWarning,
             stacklevel=2,
         )
-    return out.value, None
-
-
-def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
-    is_zero = isinstance(g, jax.custom_derivatives.SymbolicZero)
-    return (jnp.zeros(g.shape, g.dtype) if is_zero else g), None, None
-
-
-_checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
+    return primals[0], tangents[0]
 
 
 class Fp8Op(OpBase, nnx.Module):

@@ -184,23 +184,15 @@ def dot_plan(
     recipe: CustomRecipe,
     out_sharding: Any = None,
 ) -> DotContraction:
-    """Returns the plan of a matmul.
-
-    The operands are arrays, or their shapes and dtypes. The recipe is in parts, as ``Recipe.gemms`` returns
-    it. For the other arguments see ``fp8_dot_general``.
-    """
-    out, params = traced(
-        lambda lhs, rhs: lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
-        lhs,
-        rhs,
+    """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
+    out, params = traced(dot, lhs, rhs)
     return DotContraction(
         recipe=recipe,
         lhs=Operand.of(lhs),
@@ -213,14 +205,7 @@ def dot_plan(
 
 
 def _qdq_plan(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    *,
-    recipe: CustomRecipe,
-    out_sharding: Any,
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: Any
 ) -> FakeQuantized:
     """Returns the plan of a matmul in the quantize-dequantize form."""
     if not all(isinstance(quantizer, DelayedQuantizer) for quantizer in recipe.quantizers):
@@ -228,12 +213,10 @@ def _qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    product: Any = partial(
-        dot_general_with_precision,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return dot_general_with_precision(lhs, rhs, *arguments)
+
     sharding = explicit_sharding(lhs)
     if out_sharding is not None and sharding is not None:
         axes = explicit_axes(sharding.mesh)
@@ -259,14 +242,13 @@ def fp8_dot_general(
     ``DotGeneral.__call__`` and ``modes.run`` explain the arguments. The "gradients" of the states are their
     next values.
     """
-    kernel = rhs
-    if isinstance(rhs, QTensor):  # the plan describes a wide kernel
-        rhs = jnp.zeros(rhs.shape, lhs.dtype)
-    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    # The plan describes a wide kernel.
+    wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs
+    lhs, wide = check_operands(lhs, wide, preferred_element_type)
     arguments = dimension_numbers, precision, preferred_element_type
     make_plan = dot_plan if form == "direct" else _qdq_plan
-    plan = make_plan(lhs, rhs, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    return run(plan, lhs, kernel if isinstance(kernel, QTensor) else rhs, states=states, frozen=frozen)
+    plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
+    return run(plan, lhs, rhs if isinstance(rhs, QTensor) else wide, states=states, frozen=frozen)
 
 
 class DotGeneral(Op):
