@@ -139,16 +139,13 @@ def report_amax_of_cotangent(
     """
     if not mode.value.backward:
         return out
-    return on_cotangent(partial(_report_cotangent, quantizer, amax_of), out, (scale, state, extra))
 
+    def report_cotangent(g: jax.Array, args: Any) -> Any:
+        scale, state, extra = args
+        amax = amax_of(g, *extra)
+        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
 
-def _report_cotangent(
-    quantizer: DelayedQuantizer, amax_of: Callable[..., jax.Array], g: jax.Array, args: Any
-) -> Any:
-    """Returns the cotangent unchanged, and its amax as the cotangent of the scale."""
-    scale, state, extra = args
-    amax = lax.stop_gradient(amax_of(g, *extra)).astype(np.float32)
-    return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
+    return on_cotangent(report_cotangent, out, (scale, state, extra))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))

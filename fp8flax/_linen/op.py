@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,11 @@ class Fp8Op(OpBase, nn.Module):
         super().__post_init__()
         self._check_options()
 
-    @nn.nowrap
-    def _run(self, *operands_and_arguments: Any, **keywords: Any) -> jax.Array:
-        calls, recipe = running_calls(), self._recipe_in_use()
-        compute = partial(self._compute, recipe)
-        if calls and calls[-1].on_op is not None:
-            compute = partial(calls[-1].on_op, self, recipe, compute)
-        return compute(*operands_and_arguments, **keywords)
+    @property
+    def _run(self) -> Callable[..., jax.Array]:
+        calls, compute = running_calls(), super()._run
+        on_op = calls[-1].on_op if calls else None
+        return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)

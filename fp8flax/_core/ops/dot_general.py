@@ -109,15 +109,15 @@ class DotContraction(Contraction):
 
     def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         del extra
-        return self.form.layout(role).to(x)
+        return self.form.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layout(role).back(x)
+        return self.form.layouts[role].back(x)
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
-        gemm, order = self.gemm(name, self.form.products[name]), self.form.layout("kernel").order
-        is_in_order = not self.form.num_batch and order == tuple(range(len(order)))
-        return partial(multiply, gemm._replace(is_stored=is_stored and is_in_order))
+        dims, order = self.form.products[name], self.form.layouts["kernel"].order
+        is_in_order = not dims[1][0] and order == tuple(range(len(order)))
+        return partial(multiply, self.gemm(name, dims)._replace(is_stored=is_stored and is_in_order))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         del extra
@@ -149,7 +149,7 @@ class DotContraction(Contraction):
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
-        kernel, dims = self.form.layout("kernel"), self.dims["kernel"][0]
+        kernel, dims = self.form.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
         if isinstance(quantizer, BlockQuantizer):
             block = quantizer.block_of(dims)

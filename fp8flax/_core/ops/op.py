@@ -152,9 +152,10 @@ class OpBase:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
         return recipe_in_use(self.recipe, self.default_recipe)
 
-    def _run(self, *operands_and_arguments: Any, **keywords: Any) -> jax.Array:
-        """Returns the result of a call, with the recipe that is in use."""
-        return self._compute(self._recipe_in_use(), *operands_and_arguments, **keywords)
+    @property
+    def _run(self) -> Callable[..., jax.Array]:
+        """Returns ``_compute`` with the recipe that is in use in a call that runs now."""
+        return partial(self._compute, self._recipe_in_use())
 
     def _compute(
         self,
