@@ -130,22 +130,21 @@ def report_amax_of_cotangent(
     out: jax.Array,
     scale: jax.Array,
     state: ScalingState,
-    *extra: jax.Array,
 ) -> jax.Array:
     """Returns ``out``. The backward pass reports the amax of its cotangent ``g``, for ``calibrate``.
 
     The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
-    needs no gradient but that of the state. The amax is ``amax_of(g, *extra)``.
+    needs no gradient but that of the state. The amax is ``amax_of(g)``.
     """
     if not mode.value.backward:
         return out
 
     def report_cotangent(g: jax.Array, args: Any) -> Any:
-        scale, state, extra = args
-        amax = amax_of(g, *extra)
-        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
+        scale, state = args
+        amax = amax_of(g)
+        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
 
-    return on_cotangent(report_cotangent, out, (scale, state, extra))
+    return on_cotangent(report_cotangent, out, (scale, state))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))

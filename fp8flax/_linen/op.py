@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -61,19 +60,13 @@ class Fp8Op(OpBase, nn.Module):
                 "model with fp8flax.quantize_model."
             )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
-            if self.is_initializing():
-                raise MissingStateError(
-                    f"The FP8 layer {layer!r} cannot make its scaling state {where}: init may not make "
-                    "this collection here. Name the collection in nn.scan and nn.vmap around the layer, as "
-                    f"for the parameters: variable_axes={{'params': 0, {collection!r}: 0}}. Name it also "
-                    "in variables= of nn.remat and in mutable= of init, if you give them. (Recipes "
-                    "without delayed scaling, such as Float8CurrentScaling, need no state.)"
-                )
             raise MissingStateError(
-                f"The FP8 layer {layer!r} has no scaling state: {where} is missing from the variables. "
-                "Variables of a model without FP8 get their state from fp8flax.add_fp8_state(variables, "
-                "model, *inputs); variables of this model must be passed whole, with their "
-                f"{collection!r} collection. (Recipes without delayed scaling, such as "
+                f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
+                f"here. Pass the variables whole, with their {collection!r} collection. A model without FP8 "
+                "gets it from fp8flax.add_fp8_state(variables, model, *inputs). For init, name the "
+                "collection in nn.scan and nn.vmap around the layer, as for the parameters: "
+                f"variable_axes={{'params': 0, {collection!r}: 0}}. Name it also in variables= of nn.remat "
+                "and in mutable= of init, if you give them. (Recipes without delayed scaling, such as "
                 "Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where

@@ -67,7 +67,7 @@ MISTAKES = {
     ),
     "no params": (lambda: create(variables={OWG: STATE}), "no 'params'"),
     "params for variables": (lambda: fp8.freeze(MODEL8, params(), X), "collection 'params'"),
-    "vmap without the state": (lambda: init(Stack(("params",))), "init may not make"),
+    "vmap without the state": (lambda: init(Stack(("params",))), "may not be made here.*variable_axes"),
     "nothing to freeze": (lambda: fp8.freeze(LAYER, {"params": params()}, X), r"fp8flax\.report"),
     "frozen twice": (lambda: fp8.freeze(*frozen(), X), "frozen already"),
     "frozen too early": (lambda: fp8.calibrate(frozen()[0].apply, frozen()[1], [X]), "before freeze"),

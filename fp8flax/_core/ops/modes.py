@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
@@ -21,7 +22,6 @@ from fp8flax._core.observe import (
     on_cotangent,
     report,
     report_amax,
-    report_amax_of_cotangent,
 )
 from fp8flax._core.ops.contract import (
     STATELESS,
@@ -39,7 +39,7 @@ from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized_and_back
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import ScalingState, step_scale
+from fp8flax._core.state.state import step_scale
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -93,13 +93,12 @@ def run(
         return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, frozen)
     state_of = {role: getattr(states, role) for role in recipe.delayed}
     scales = {role: step_scale(recipe.delayed[role], state) for role, state in state_of.items()}
-    operands: Any = (lhs, rhs)
+    compute: Any = on_axes(_run_qdq if is_qdq else contract)
+    if mode.value is None:
+        return compute((lhs, rhs), extra, scales)
     if is_calibrating():
-        return _calibrated(plan, wide, operands, extra, state_of, scales)
-    compute = on_axes(_run_qdq if is_qdq else contract)
-    if mode.value is not None:
-        return _measured(plan, compute, operands, extra, scales)
-    return compute(operands, extra, scales)
+        compute = lambda operands, extra, scales: wide(*operands, extra)  # noqa: E731
+    return _observed(plan, compute, (lhs, rhs), extra, state_of, scales)
 
 
 # Quantize-dequantize.
@@ -208,54 +207,49 @@ def _frozen_qdq(plan: Contraction, lhs: jax.Array, rhs: Any, extra: Extra, scale
 # Observing.
 
 
-def _calibrated(
-    plan: Contraction,
-    wide: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array],
-    extra: Extra,
-    states: Mapping[str, ScalingState],
-    scales: Scales,
+def _observed(
+    plan: Contraction, compute: Any, operands: Any, extra: Extra, states: Any, scales: Scales
 ) -> jax.Array:
-    """Returns the product in wide dtypes, and reports the amaxes of the tensors with delayed scaling."""
+    """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
+    observing = mode.value
+    look = partial(_with_amax if observing.calibrates else _with_errors, plan, observing.path)
 
-    def amax_of(role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:
-        return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
+    def look_at_cotangent(g: jax.Array, args: Any) -> Any:
+        extra, _, scales = args
+        g = look("output_grad", g, *args)
+        # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
+        amaxes = dict.fromkeys(scales)
+        if "output_grad" in scales:
+            amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g, extra), scales["output_grad"])
+        return g, (None, None, amaxes)
 
-    quantizers = plan.recipe.delayed
-    x, w = (
-        report_amax(quantizers[role], x, amax_of(role, x, *extra), states[role]) if role in states else x
-        for role, x in zip(("input", "kernel"), operands)
-    )
-    out, role = wide(x, w, extra), "output_grad"
-    if role not in states:
-        return out
-    amax_of_g = partial(amax_of, role)
-    return report_amax_of_cotangent(quantizers[role], amax_of_g, out, scales[role], states[role], *extra)
-
-
-def _measured(
-    plan: Contraction,
-    compute: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array],
-    extra: Extra,
-    scales: Scales,
-) -> jax.Array:
-    """Returns the product in FP8, and reports the quantization errors of the tensors."""
-    report_errors = partial(_report_errors, plan, mode.value.path)
+    args = extra, states, scales
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
-        x, w = (report_errors(role, x, (extra, scales)) for role, x in zip(("input", "kernel"), operands))
-        out = compute((x, w), extra, scales)
-        return on_cotangent(
-            lambda g, args: (report_errors("output_grad", g, args), (None, None)), out, (extra, scales)
-        )
+        x, w = (look(role, x, *args) for role, x in zip(("input", "kernel"), operands))
+        out: jax.Array = compute((x, w), extra, scales)
+        return on_cotangent(look_at_cotangent, out, args) if observing.backward else out
 
 
-def _report_errors(
-    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, args: Any
+def _amax(plan: Contraction, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    """Returns the amax of a tensor, or the amaxes of a stack."""
+    return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
+
+
+def _with_amax(
+    plan: Contraction, _: Any, role: str, x: jax.Array, extra: Extra, states: Any, scales: Scales
+) -> jax.Array:
+    """Returns ``x``, and reports the amax of a tensor with delayed scaling."""
+    if role not in states:
+        return x
+    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, extra), states[role])
+
+
+def _with_errors(
+    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, *args: Any
 ) -> jax.Array:
     """Returns ``x``, and reports the ``Numbers`` of a tensor under each of its quantizers."""
-    extra, scales = lax.stop_gradient(args)
+    extra, _, scales = lax.stop_gradient(args)
     if not any(plan.recipe.of_role(role)):
         return x
 
