@@ -62,8 +62,8 @@ class Fp8Op(OpBase, nn.Module):
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
-                f"here. Pass the variables whole, with their {collection!r} collection. A model without FP8 "
-                "gets it from fp8flax.add_fp8_state(variables, model, *inputs). For init, name the "
+                f"here. Pass the variables whole, with their {collection!r} collection. A model without "
+                "FP8 gets it from fp8flax.add_fp8_state(variables, model, *inputs). For init, name the "
                 "collection in nn.scan and nn.vmap around the layer, as for the parameters: "
                 f"variable_axes={{'params': 0, {collection!r}: 0}}. Name it also in variables= of nn.remat "
                 "and in mutable= of init, if you give them. (Recipes without delayed scaling, such as "

@@ -38,18 +38,14 @@ class Layout(NamedTuple):
     canonical: Shape
     """The shape after the permutation and the reshape."""
 
-    @property
-    def permuted(self) -> Shape:
-        """Returns the shape after the permutation."""
-        return tuple(self.shape[i] for i in self.order)
-
     def to(self, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
         return lax.reshape(lax.transpose(x, self.order), self.canonical)
 
     def back(self, x: jax.Array) -> jax.Array:
         """Returns the tensor itself, from its canonical form."""
-        return lax.transpose(lax.reshape(x, self.permuted), np.argsort(self.order).tolist())
+        permuted = lax.reshape(x, [self.shape[i] for i in self.order])
+        return lax.transpose(permuted, np.argsort(self.order).tolist())
 
 
 class Canonical(NamedTuple):

@@ -95,22 +95,6 @@ def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.
     return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
 
 
-def _check_recipe(recipe: Recipe) -> None:
-    """Raises ``ValueError`` if a convolution that is not a matmul cannot scale its tensors by a recipe.
-
-    Each tensor is cast once, so it takes one quantizer, with one scale.
-    """
-    gemms = recipe.gemms
-    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
-    if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
-        raise ValueError(
-            "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
-            "takes one scale per tensor, the same in all products: DelayedScaling() or "
-            f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, or "
-            "leave FP8 out of it."
-        )
-
-
 def fp8_conv_general_dilated(
     lhs: Float[jax.Array, "*input"],
     rhs: Float[jax.Array, "*kernel"],
@@ -134,8 +118,16 @@ def fp8_conv_general_dilated(
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     out, params, windows = _traced(lhs, rhs, *arguments)
     if windows is None:
-        _check_recipe(recipe)
-        if any(recipe.gemms.quantizers) and not is_compiling_ahead():
+        gemms = recipe.gemms
+        has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
+        if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
+            raise ValueError(
+                "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
+                "It takes one scale per tensor, the same in all products: DelayedScaling() or "
+                f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
+                "or leave FP8 out of it."
+            )
+        if any(gemms.quantizers) and not is_compiling_ahead():
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
                 "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
@@ -144,10 +136,10 @@ def fp8_conv_general_dilated(
             )
 
         def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            with jax.named_scope(KEPT_WIDE if None in recipe.gemms.quantizers else CONVOLVED_WIDE):
+            with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
                 return _convolved(out.dtype, params, lhs, rhs)
 
-        plan = FakeQuantized.of(convolve, lhs, rhs, recipe.gemms)
+        plan = FakeQuantized.of(convolve, lhs, rhs, gemms)
         return run(plan, lhs, rhs, states=states, frozen=frozen)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
