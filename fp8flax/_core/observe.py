@@ -147,19 +147,15 @@ def report_amax_of_cotangent(
     return on_cotangent(report_cotangent, out, (scale, state))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any, innermost_only: bool = False) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
     """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
 
     ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for each outer gradient, too, unless ``innermost_only``.
+    inside its forward pass, ``f`` is called for the innermost gradient only.
     """
-    del f, args, innermost_only
+    del f, args
     return x
 
 
-# An outer gradient differentiates the forward rule of the inner one.
-on_cotangent.defvjp(
-    lambda f, x, args, innermost_only: (x if innermost_only else on_cotangent(f, x, args), args),
-    lambda f, innermost_only, args, g: f(g, args),
-)
+on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))

@@ -145,7 +145,7 @@ def _run_qdq(
     out = plan.wide(lhs, rhs, extra)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
-    return on_cotangent(partial(_cast_output_grad, plan), out, (), innermost_only=True)
+    return on_cotangent(partial(_cast_output_grad, plan), out, ())
 
 
 def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
