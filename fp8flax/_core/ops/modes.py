@@ -219,7 +219,7 @@ def _observed(
         g = look("output_grad", g, *args)
         # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
         amaxes = dict.fromkeys(scales)
-        if "output_grad" in scales:
+        if observing.calibrates and "output_grad" in scales:
             amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g, extra), scales["output_grad"])
         return g, (None, None, amaxes)
 
