@@ -34,7 +34,7 @@ from fp8flax._train.plots import plot_statistics
 
 # The scaling state in a tree of variables.
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.op_base import MissingStateError
+from fp8flax._core.ops.op import MissingStateError
 from fp8flax._train.bridge import add_fp8_state, remove_fp8_state
 from fp8flax._train.calibrate import calibrate
 from fp8flax._train.check import check_state

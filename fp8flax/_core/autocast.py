@@ -38,21 +38,13 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-class _Entered(threading.local):
-    """The contexts that a thread has entered and not left yet, each with the context manager of JAX."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[_Autocast, Any]] = []
-
-
-_entered = _Entered()
-
-
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
 
     def __init__(self, recipe: Any) -> None:
         self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
+        self._local = threading.local()
+        """Each thread has its own list ``settings`` here: JAX's contexts, from the outermost."""
 
     def __call__(self, func: Any) -> Any:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -67,19 +59,17 @@ class _Autocast(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        _entered.stack.append((self, setting))
+        vars(self._local).setdefault("settings", []).append(setting)
 
     def __exit__(self, *error: object) -> None:
-        entered = _entered.stack
-        if not entered or entered[-1][0] is not self:
+        if _jit_key.value is not self._ambient:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "
                 "task or a generator was suspended under autocast, while other code of the thread entered "
                 "or left it. Leave autocast before each await and yield, or give the ops a recipe of their "
                 "own."
             )
-        _, setting = entered.pop()
-        setting.__exit__(*error)
+        self._local.settings.pop().__exit__(*error)
 
 
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:

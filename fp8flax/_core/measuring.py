@@ -14,7 +14,6 @@ from jax import lax
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.quantizers import Quantizer
-from fp8flax._core.scaling import power_of_two, scale_exponent
 from fp8flax._core.shapes import Float, Float32
 
 
@@ -64,13 +63,11 @@ def numbers_of(
     largest_of_values = jnp.max(jnp.where(is_value, largest, number(0)), initial=0)
     headroom = jnp.where(is_value, largest / jnp.maximum(magnitude, tiny), number(np.inf))
 
-    # The squares need values of about 1. A factor that is a power of two changes no bits. Without the
-    # barrier XLA for CPUs squares the factor, too.
+    # The squares need values of about 1. A unit that is a power of two changes no bits. Without the barrier
+    # XLA for CPUs squares the unit, too.
     amax = jnp.max(magnitude, initial=0)
-    # The inverse of 2**127 would be subnormal.
-    exponent = jnp.minimum(scale_exponent(amax.astype(np.float32), 1.0, "floor"), np.int32(126))
-    unit, inverse = (power_of_two(e).astype(number) for e in (exponent, -exponent))
-    value, rounded = lax.optimization_barrier((wide * inverse, q.dequantize(number) * inverse))
+    unit = lax.reduce_precision(jnp.clip(amax, tiny, number(2.0**126)), exponent_bits=8, mantissa_bits=0)
+    value, rounded = lax.optimization_barrier((wide / unit, q.dequantize(number) / unit))
 
     def count(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask, dtype=np.uint32)

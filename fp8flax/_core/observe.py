@@ -44,8 +44,6 @@ class Observing(NamedTuple):
     Otherwise ops compute as usual, and report quantization errors for ``statistics``."""
     backward: bool = True
     """Whether output gradients are calibrated. Without them, forward-mode differentiation works, too."""
-    key: object = None
-    """For statistics: an object for each measured function, which makes JAX trace the function again."""
     path: tuple[str, ...] = ()
     """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
 
@@ -132,48 +130,32 @@ def report_amax_of_cotangent(
     out: jax.Array,
     scale: jax.Array,
     state: ScalingState,
-    *extra: jax.Array,
 ) -> jax.Array:
     """Returns ``out``. The backward pass reports the amax of its cotangent ``g``, for ``calibrate``.
 
     The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
-    needs no gradient but that of the state. The amax is ``amax_of(g, *extra)``.
+    needs no gradient but that of the state. The amax is ``amax_of(g)``.
     """
     if not mode.value.backward:
         return out
-    return on_cotangent(partial(_report_cotangent, quantizer, amax_of), out, (scale, state, extra))
+
+    def report_cotangent(g: jax.Array, args: Any) -> Any:
+        scale, state = args
+        amax = amax_of(g)
+        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
+
+    return on_cotangent(report_cotangent, out, (scale, state))
 
 
-def _report_cotangent(
-    quantizer: DelayedQuantizer, amax_of: Callable[..., jax.Array], g: jax.Array, args: Any
-) -> Any:
-    """Returns the cotangent unchanged, and its amax as the cotangent of the scale."""
-    scale, state, extra = args
-    amax = lax.stop_gradient(amax_of(g, *extra)).astype(np.float32)
-    return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None, None)
-
-
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any, *, innermost_only: bool = False) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
     """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
 
     ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for each outer gradient, too, unless ``innermost_only``.
+    inside its forward pass, ``f`` is called for the innermost gradient only.
     """
-    return _on_cotangent(f, innermost_only, x, args)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _on_cotangent(f: Callable[..., Any], innermost_only: bool, x: Any, args: Any) -> Any:
-    """Returns ``x``, see ``on_cotangent``."""
-    del f, innermost_only, args
+    del f, args
     return x
 
 
-# An outer gradient differentiates the forward rule of the inner one.
-_on_cotangent.defvjp(
-    lambda f, innermost_only, x, args: (
-        x if innermost_only else _on_cotangent(f, innermost_only, x, args),
-        args,
-    ),
-    lambda f, innermost_only, args, g: f(g, args),
-)
+on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))

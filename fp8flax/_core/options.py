@@ -81,10 +81,7 @@ def check_function(name: str, value: Any, example: str) -> None:
 def wrong_model(model: Any, must: str, more: str = "") -> TypeError:
     """Returns the error for a value that is not a model, or not one that a function takes.
 
-    Args:
-        model: the value that was passed as a model.
-        must: completes the sentence "model must …".
-        more: what to do, as a sentence that begins with a space.
+    ``must`` completes the sentence "model must …"; ``more`` is a sentence that begins with a space.
     """
     if isinstance(model, type):
         more = more or " Pass an instance, not the class."

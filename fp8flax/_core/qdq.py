@@ -64,7 +64,7 @@ def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
     The cotangents of the arrays in ``result`` pass unchanged.
     """
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax), innermost_only=True)
+    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax))
 
 
 def in_qdq_with_scale(
@@ -85,7 +85,7 @@ def out_qdq_with_scale(
     The "gradient" of ``scale`` is the amax of the cotangent.
     """
     cast = partial(_cast_cotangent, quantizer.dtype, compute_dtype)
-    return on_cotangent(cast, out, scale, innermost_only=True)
+    return on_cotangent(cast, out, scale)
 
 
 def _cast_cotangent(q_dtype: Any, compute_dtype: Any, g: jax.Array, scale: jax.Array) -> Any:

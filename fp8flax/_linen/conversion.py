@@ -15,9 +15,8 @@ def running_calls() -> tuple[Any, ...]:
 
     The innermost call takes part in each Linen op. ``call.on_op(op, recipe, compute, lhs, rhs, *rest)``, if
     it is not None, replaces ``compute(lhs, rhs, *rest)``; the recipe is None if FP8 is off. ``compute``
-    declares the state of the op and computes. With ``frozen=(states, recipe)`` it uses these states and
-    declares none. ``call.state_of(op, leaf)`` returns one array of the state, or None if it is in its
-    collection.
+    declares the state of the op and computes. ``call.state_of(op, leaf)`` returns one array of the state,
+    or None if it is in its collection.
     """
     return _calls.get()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,9 +12,8 @@ import jax.numpy as jnp
 from flax.core import DenyList
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
-from fp8flax._core.ops.contract import States
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import running_calls
 
@@ -23,95 +21,61 @@ from fp8flax._linen.conversion import running_calls
 class Fp8Op(OpBase, nn.Module):
     """Base class of the Linen ops: declares the scaling state of one contraction, and computes it."""
 
-    _shape_advice = (
-        "Set amax_history_len to the length in the variables, or change the variables with "
-        "fp8flax.add_fp8_state."
-    )
-
     recipe: Recipe | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Linen wraps only methods that the class itself defines, so the class gets the one of its row.
-        if "row" in vars(cls):
-            cls.__call__ = nn.compact(cls.row.call.__call__)  # type: ignore[method-assign]
-        super().__init_subclass__(**kwargs)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_options()
 
-    def _multiplier(self) -> Callable[..., jax.Array]:
-        calls, compute = running_calls(), super()._multiplier()
+    @property
+    def _run(self) -> Callable[..., jax.Array]:
+        calls, compute = running_calls(), super()._run
         on_op = calls[-1].on_op if calls else None
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)
 
-    def _states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
-        """Declares and returns the states that a recipe needs, for a kernel of this shape."""
-        is_named_mutable = not self.is_initializing() and self._is_named_mutable()
-        if is_named_mutable and self._state_leaves(recipe, kernel):
-            # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
-            warnings.warn(
-                f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but apply returns the old state there. The "
-                "next state is the gradient with respect to the old one: take it from "
-                "fp8flax.value_and_grad, as fp8flax.TrainState does, and leave the collection out of "
-                "mutable.",
-                stacklevel=1,
-            )
-        return super()._states(recipe, kernel)
-
-    def _is_named_mutable(self) -> bool:
-        """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
-        name, _ = state_leaf_names(ROLES[0])
-        has_state = bool(running_calls()) or self.has_variable(OVERWRITE_WITH_GRADIENT, name)
-        if not (has_state and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
-            return False
-        filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
-        # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
-        given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
-        return not isinstance(given, bool | DenyList)
-
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Declares one variable of the state, and returns its value and its path."""
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
+        has_state = not self.is_initializing() and (running_calls() or self.has_variable(collection, name))
+        if has_state and self._is_named_mutable():
+            # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
+            warnings.warn(
+                f"mutable names {collection!r}, but apply returns the old state there. The next state is "
+                "the gradient with respect to the old one: take it from fp8flax.value_and_grad, as "
+                "fp8flax.TrainState does, and leave the collection out of mutable.",
+                stacklevel=1,
+            )
         for call in running_calls()[-1:]:
             if (value := call.state_of(self, leaf)) is not None:
                 return value, where
-        if self._is_normalized(name):
+        if any(isinstance(module, nn.WeightNorm) for module in running_modules()):
             raise ValueError(
                 f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
-                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
-                "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
-                "variable_filter={'<layer>/kernel'}."
+                f"state {where} as it does the kernel. Remove the op from the layer, and convert the whole "
+                "model with fp8flax.quantize_model."
             )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
-            if self.is_initializing():
-                raise MissingStateError(
-                    f"The FP8 layer {layer!r} cannot make its scaling state {where}: init may not make "
-                    "this collection here. Name the collection in nn.scan and nn.vmap around the layer, as "
-                    f"for the parameters: variable_axes={{'params': 0, {collection!r}: 0}}. Name it also "
-                    "in variables= of nn.remat and in mutable= of init, if you give them. (Recipes "
-                    "without delayed scaling, such as Float8CurrentScaling, need no state.)"
-                )
             raise MissingStateError(
-                f"The FP8 layer {layer!r} has no scaling state: {where} is missing from the variables. "
-                "Variables of a model without FP8 get their state from fp8flax.add_fp8_state(variables, "
-                "model, *inputs); variables of this model must be passed whole, with their "
-                f"{collection!r} collection. (Recipes without delayed scaling, such as "
+                f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
+                f"here. Pass the variables whole, with their {collection!r} collection. A model without "
+                "FP8 gets it from fp8flax.add_fp8_state(variables, model, *inputs). For init, name the "
+                "collection in nn.scan and nn.vmap around the layer, as for the parameters: "
+                f"variable_axes={{'params': 0, {collection!r}: 0}}. Name it also in variables= of nn.remat "
+                "and in mutable= of init, if you give them. (Recipes without delayed scaling, such as "
                 "Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
-    def _is_normalized(self, leaf: str) -> bool:
-        """Returns whether an ``nn.WeightNorm`` around the op would normalize this variable."""
-        for norm in running_modules():
-            if isinstance(norm, nn.WeightNorm):
-                layer = norm.layer_instance
-                path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
-                if not norm.variable_filter or any(name in path for name in norm.variable_filter):
-                    return True
-        return False
+    def _is_named_mutable(self) -> bool:
+        """Returns whether ``mutable`` of ``apply`` names the collection of the state."""
+        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
+            return False
+        filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
+        # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
+        given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
+        return not isinstance(given, bool | DenyList)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
+
 from fp8flax._core.formats import Format
-from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 
 
-class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
+class Fp8DotGeneralOp(Fp8Op):
     """FP8 matmul for Linen layers, called like ``lax.dot_general``.
 
     Give the class to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``.
@@ -50,6 +51,7 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
 
     row = DOT_GENERAL
     form: str = "direct"
+    __call__ = nn.compact(DOT_GENERAL.__call__)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -84,7 +86,7 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
     default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
-class Fp8Einsum(EinsumCall, Fp8Op):
+class Fp8Einsum(Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
     The first operand is the input and the second is the kernel, in any order of the result's indices.
@@ -109,9 +111,10 @@ class Fp8Einsum(EinsumCall, Fp8Op):
 
     row = EINSUM
     form: str = "direct"
+    __call__ = nn.compact(EINSUM.__call__)
 
 
-class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
+class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for Linen layers, called like ``lax.conv_general_dilated``.
 
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
@@ -148,9 +151,10 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """
 
     row = CONV
+    __call__ = nn.compact(CONV.__call__)
 
 
-class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
+class Fp8RaggedDotOp(Fp8Op):
     """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
     ``out[m] = lhs[m] . rhs[e]``, where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
@@ -181,6 +185,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
+    __call__ = nn.compact(RAGGED_DOT.__call__)
 
 
 OPS: dict[OpRow, type[Fp8Op]] = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.op_base import StateLeaf
+from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS

@@ -12,7 +12,7 @@ import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import COUNTED
-from fp8flax._core.ops.dot_general import FORMS
+from fp8flax._core.ops.op import FORMS
 from fp8flax._core.ops.row import GemmSizes, OpRow
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe

@@ -48,13 +48,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
-from fp8flax._core.ops.contract import States
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.quantize import saturated
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
@@ -70,8 +68,8 @@ from fp8flax._serve.stored_op import (
     ServedOp,
     check_is_on,
     computed,
-    constant,
     delayed_scales,
+    fixed,
     layout_of,
     stored,
 )
@@ -359,14 +357,4 @@ class ServingCall(Call):
             return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
         if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
-        return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, arrays), gemms), **keywords)
-
-
-def _fixed_states(gemms: CustomRecipe, scales: Mapping[str, Any]) -> States:
-    """Returns states with the fixed scales and histories of zeros, so that the scales do not change."""
-    states = {}
-    for role in gemms.delayed:
-        name, _ = state_leaf_names(role)
-        scale = constant(scales.get(name, jnp.ones((1,))))
-        states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
-    return States(**states)
+        return op._compute(gemms, lhs, rhs, *rest, frozen=fixed(arrays), **keywords)

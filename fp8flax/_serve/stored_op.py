@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.op_base import MissingStateError
-from fp8flax._core.ops.modes import packed_kernel
+from fp8flax._core.ops.dot_general import packed_kernel
+from fp8flax._core.ops.op import MissingStateError
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
@@ -180,6 +180,12 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
+def fixed(scales: Mapping[str, jax.Array]) -> Scales:
+    """Returns the scales of an op that are in its variables, by role."""
+    names = {"input": INPUT_SCALE, "kernel": KERNEL_SCALE}
+    return {role: constant(scales[name]) for role, name in names.items() if name in scales}
+
+
 def computed(
     row: OpRow,
     gemms: CustomRecipe,
@@ -190,20 +196,12 @@ def computed(
     **keywords: Any,
 ) -> jax.Array:
     """Returns the result of an op with a plan for the codes of its kernel and its scales."""
-    scale, input_scale = constant(scales[KERNEL_SCALE]), scales.get(INPUT_SCALE)
+    scale = constant(scales[KERNEL_SCALE])
     # ``stored`` gives a scalar scale the shape (1,).
     kernel = QTensor(
         constant(codes), scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs
     )
-    return row.in_fp8(
-        lhs,
-        jnp.zeros(codes.shape, lhs.dtype),  # its values are not read
-        *arguments,
-        stored_kernel=kernel,
-        input_scale=None if input_scale is None else constant(input_scale),
-        recipe=gemms,
-        **keywords,
-    )
+    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=fixed(scales), **keywords)
 
 
 def check_is_on(recipe: Recipe | None) -> None:

@@ -90,8 +90,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     """
     check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
 
-    observing = Observing(calibrates=False, key=object())
-
     @jax.jit
     def gradient(variables: Any, args: Any, kwargs: Any) -> list[jax.Array]:
         found = jax.value_and_grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
@@ -99,7 +97,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
         check_no_train_state(variables)
-        reported = collect(observing, gradient, variables, args, kwargs)
+        reported = collect(Observing(calibrates=False), gradient, variables, args, kwargs)
         if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "

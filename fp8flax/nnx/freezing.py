@@ -21,7 +21,7 @@ from flax import nnx
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.ops.calls import calling
+from fp8flax._core.ops.op import calling
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
@@ -84,7 +84,7 @@ class FrozenOp(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result, called as the op that it replaces."""
-        return calling(self.row.call, self._multiply)(*args, **kwargs)
+        return calling(self.row, self._multiply)(*args, **kwargs)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -241,7 +241,7 @@ def _operands(
     for path, layer in layers.items():
         _let_kernel_pass(layer.module, layer.module.kernel.get_value().dtype)
         layer.module.kernel.set_metadata(**{_MARK: path}, on_get_value=on_get, on_set_value=on_set)
-        recorder = calling(layer.site.op.call, partial(record, path, layer.site.op))
+        recorder = calling(layer.site.op, partial(record, path, layer.site.op))
         setattr(layer.module, layer.site.name, nnx.static(recorder))
     # Layers that share a kernel have one mark.
     marks = {path: layer.module.kernel.get_metadata(_MARK) for path, layer in layers.items()}

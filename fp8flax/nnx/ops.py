@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
-from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
-from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
-from fp8flax._core.ops.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
+from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
@@ -50,14 +49,16 @@ except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
     return out
 
 
-def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None]:
-    if kernel.perturbed and not scale.perturbed:
+@partial(_checked.defjvp, symbolic_zeros=True)
+def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
+    if scale and not kernel:
         warnings.warn(
             "The kernel of an FP8 layer of fp8flax.nnx is differentiated without its scaling state, as "
             "nnx.grad does, so the scales never change. Use fp8flax.nnx.value_and_grad or grad, and "
@@ -65,24 +66,11 @@ def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None
             UserWarning,
             stacklevel=2,
         )
-    return out.value, None
-
-
-def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
-    is_zero = isinstance(g, jax.custom_derivatives.SymbolicZero)
-    return (jnp.zeros(g.shape, g.dtype) if is_zero else g), None, None
-
-
-_checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
+    return primals[0], tangents[0]
 
 
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
-
-    _shape_advice = (
-        "Make the op under the recipe (the amax_history_len) of its calls. Call layers that nnx.vmap "
-        "stacked inside of nnx.vmap or nnx.scan."
-    )
 
     def __init__(self, *, recipe: Recipe | None = None):
         self._set_up(recipe)
@@ -103,15 +91,6 @@ class Fp8Op(OpBase, nnx.Module):
             return
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
-
-    def _multiplier(self) -> Callable[..., jax.Array]:
-        layer, field = next(reversed(running_modules()), None), self.row.linen_field
-        if layer is not None and field is not None and hasattr(type(layer), field):
-            raise TypeError(  # otherwise the scales would never change
-                f"The Linen layer {type(layer).__name__} was given an NNX op, whose scaling state Linen "
-                f"cannot keep. Give it the Linen op: {field}=fp8flax.{type(self).__name__}."
-            )
-        return super()._multiplier()
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
@@ -147,7 +126,7 @@ class Fp8Op(OpBase, nnx.Module):
         return variable.get_value(), where
 
 
-class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
+class Fp8DotGeneralOp(Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Give each layer an instance of its own, as ``dot_general=``; ``nnx.Linear`` and ``nnx.LinearGeneral``
@@ -171,12 +150,13 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """
 
     row = DOT_GENERAL
+    __call__ = DOT_GENERAL.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
 
 
-class Fp8Einsum(EinsumCall, Fp8Op):
+class Fp8Einsum(Fp8Op):
     """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum`` and ``Fp8DotGeneralOp``.
 
     Example:
@@ -187,12 +167,13 @@ class Fp8Einsum(EinsumCall, Fp8Op):
     """
 
     row = EINSUM
+    __call__ = EINSUM.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
 
 
-class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
+class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp`` and ``Fp8DotGeneralOp``.
 
     Example:
@@ -203,9 +184,10 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """
 
     row = CONV
+    __call__ = CONV.__call__
 
 
-class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
+class Fp8RaggedDotOp(Fp8Op):
     """FP8 matmul of a mixture of ``num_experts`` experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
 
     Example:
@@ -219,6 +201,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
+    __call__ = RAGGED_DOT.__call__
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)

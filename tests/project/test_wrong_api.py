@@ -43,10 +43,6 @@ def init(layer, x=X, **options):
     return jax.eval_shape(partial(layer.init, **options), KEY, x)
 
 
-def with_op(op=fp8.Fp8DotGeneralOp):
-    return nn.Dense(8, dot_general_cls=op)
-
-
 class Stack(nn.Module):
     """FP8 layers under an ``nn.vmap`` that names the given collections."""
 
@@ -64,7 +60,6 @@ MISTAKES = {
     "NNX for Linen": (lambda: fp8.add_fp8_state({"params": {}}, linear(), X), r"flax\."),
     "a class for a model": (lambda: fp8.add_fp8_state({"params": {}}, nn.Dense, X), "not the class"),
     "a model for a function": (lambda: fp8.calibrate(LAYER, {"params": {}, OWG: {}}, [X]), "Dense"),
-    "an NNX op in Linen": (lambda: init(with_op(fp8nnx.Fp8DotGeneralOp)), "the Linen op"),
     "an optimizer's function": (lambda: create(tx=optax.adam), r"optax\.adam\(1e-3\)"),
     "a train state for variables": (
         lambda: fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X)))(create()),
@@ -72,7 +67,7 @@ MISTAKES = {
     ),
     "no params": (lambda: create(variables={OWG: STATE}), "no 'params'"),
     "params for variables": (lambda: fp8.freeze(MODEL8, params(), X), "collection 'params'"),
-    "vmap without the state": (lambda: init(Stack(("params",))), "init may not make"),
+    "vmap without the state": (lambda: init(Stack(("params",))), "may not be made here.*variable_axes"),
     "nothing to freeze": (lambda: fp8.freeze(LAYER, {"params": params()}, X), r"fp8flax\.report"),
     "frozen twice": (lambda: fp8.freeze(*frozen(), X), "frozen already"),
     "frozen too early": (lambda: fp8.calibrate(frozen()[0].apply, frozen()[1], [X]), "before freeze"),

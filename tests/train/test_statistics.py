@@ -186,7 +186,7 @@ def test_out_of_branches_and_batches():
     assert two["amax"] > one["amax"]
 
 
-@pytest.mark.parametrize("size", [1e-24, 1e25])
+@pytest.mark.parametrize("size", [1e-24, 3.3e38])
 def test_the_error_of_tiny_and_huge_tensors(size):
     """The squares of these values are no float32."""
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -197,7 +197,7 @@ def test_the_error_of_tiny_and_huge_tensors(size):
         found = fp8.statistics(lambda v, x: jnp.sum(layer.apply(v, x)))(calibrated, x)
         return found["Fp8DotGeneralOp_0"]["input"]["sqnr"]
 
-    assert sqnr(X * size) == pytest.approx(sqnr(X), abs=1)
+    assert sqnr(X / jnp.max(jnp.abs(X)) * size) == pytest.approx(sqnr(X), abs=1)
 
 
 def test_of_a_batch_by_vmap():

@@ -12,7 +12,7 @@ split each of them. Then there are exactly three products, and none of their res
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,53 +38,25 @@ class Layout(NamedTuple):
     canonical: Shape
     """The shape after the permutation and the reshape."""
 
-    @property
-    def permuted(self) -> Shape:
-        """Returns the shape after the permutation."""
-        return tuple(self.shape[i] for i in self.order)
-
     def to(self, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
         return lax.reshape(lax.transpose(x, self.order), self.canonical)
 
     def back(self, x: jax.Array) -> jax.Array:
         """Returns the tensor itself, from its canonical form."""
-        return lax.transpose(lax.reshape(x, self.permuted), np.argsort(self.order).tolist())
+        permuted = lax.reshape(x, [self.shape[i] for i in self.order])
+        return lax.transpose(permuted, np.argsort(self.order).tolist())
 
 
 class Canonical(NamedTuple):
-    """The canonical form of a contraction (hashable)."""
+    """The canonical form of a contraction."""
 
-    layouts: tuple[Layout, Layout, Layout]
-    """The layouts of input, kernel and result."""
-    num_batch: int
-    num_rows: int
-    """The number of dimensions in M."""
-
-    def layout(self, role: str) -> Layout:
-        """Returns the layout of a tensor; that of the result for ``"output"`` and ``"output_grad"``."""
-        return self.layouts[{"input": 0, "kernel": 1}.get(role, 2)]
-
-    @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
-        """Returns what the first and the second product of each tensor contract, by its role."""
-        of_x, of_kernel, ndim = (len(layout.canonical) for layout in self.layouts)
-        b, m = self.num_batch, self.num_batch + self.num_rows
-        rows, columns = tuple(range(b, m)), tuple(range(b + 1, of_kernel))
-        return {
-            "input": (Dims(of_x, (of_x - 1,), b), Dims(of_x, rows, b)),
-            "kernel": (Dims(of_kernel, (b,), b), Dims(of_kernel, columns, b)),
-            "output_grad": (Dims(ndim, tuple(range(m, ndim)), b), Dims(ndim, rows, b)),
-        }
-
-    @property
-    def products(self) -> dict[str, DimensionNumbers]:
-        """Returns the dimension numbers of each of the three products."""
-        dims = self.dims
-        x, kernel, g = dims["input"], dims["kernel"], dims["output_grad"]
-        batch = (tuple(range(self.num_batch)),) * 2
-        pairs = {FORWARD: (x[0], kernel[0]), DGRAD: (g[0], kernel[1]), WGRAD: (x[1], g[1])}
-        return {name: ((a.contract, b.contract), batch) for name, (a, b) in pairs.items()}
+    layouts: dict[str, Layout]
+    """The layout of each tensor, by its role, and of the ``"output"``."""
+    dims: dict[str, tuple[Dims, Dims]]
+    """What the first and the second product of each tensor contract, by its role."""
+    products: Mapping[str, DimensionNumbers]
+    """The dimension numbers of each of the three products."""
 
 
 def canonical(
@@ -106,12 +78,26 @@ def canonical(
     )
     rows, columns = _whole_blocks(m, blocks), _whole_blocks(n, blocks)
     k, out = math.prod(lhs[i] for i in lhs_contract), (*batch, *m, *n)
-    layouts = (
-        Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)),
-        Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)),
-        Layout(out, tuple(range(len(out))), (*batch, *rows, *columns)),
-    )
-    return Canonical(layouts, len(batch), len(rows))
+    result = Layout(out, tuple(range(len(out))), (*batch, *rows, *columns))
+    layouts = {
+        "input": Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)),
+        "kernel": Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)),
+        "output": result,
+        "output_grad": result,
+    }
+
+    def dims(role: str, first: range, second: range) -> tuple[Dims, Dims]:
+        ndim = len(layouts[role].canonical)
+        return Dims(ndim, tuple(first), b), Dims(ndim, tuple(second), b)
+
+    b, r, c = len(batch), len(rows), len(columns)
+    x = dims("input", range(b + r, b + r + 1), range(b, b + r))
+    kernel = dims("kernel", range(b, b + 1), range(b + 1, b + 1 + c))
+    g = dims("output_grad", range(b + r, b + r + c), range(b, b + r))
+    pairs = {FORWARD: (x[0], kernel[0]), DGRAD: (g[0], kernel[1]), WGRAD: (x[1], g[1])}
+    both = (tuple(range(b)),) * 2
+    products = {name: ((lhs.contract, rhs.contract), both) for name, (lhs, rhs) in pairs.items()}
+    return Canonical(layouts, {"input": x, "kernel": kernel, "output_grad": g}, products)
 
 
 def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:

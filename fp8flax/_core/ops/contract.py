@@ -100,8 +100,6 @@ class Contraction:
     out_sharding: Any = None
     precision: Any = None
     """The precision that the caller asks for, as ``lax`` writes it."""
-    is_stored: bool = False
-    """Whether the kernel comes as the FP8 codes of a frozen model."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:

@@ -6,6 +6,7 @@ quantize-dequantize around a convolution in a wide dtype.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
-from fp8flax._core.ops.contract import STATELESS, States
+from fp8flax._core.ops.contract import STATELESS, Scales, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
+from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 
@@ -68,12 +70,6 @@ def _traced(lhs: Any, rhs: Any, *arguments: Any) -> tuple[Any, dict[str, Any], l
     return out, params, windows
 
 
-def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-    """Returns whether a convolution of operands, or of their shapes and dtypes, is computed as a matmul."""
-    _, _, windows = _traced(lhs, rhs, *arguments)
-    return windows is not None
-
-
 def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
     """Returns an input ``(batch, *spatial, features)`` in windows.
 
@@ -99,40 +95,13 @@ def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.
     return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
 
 
-def _check_recipe(recipe: Recipe, params: dict[str, Any]) -> None:
-    """Raises ``ValueError`` if a convolution that is not a matmul cannot scale its tensors by a recipe.
-
-    Each tensor is cast once, so it takes one quantizer, with one scale.
-    """
-    gemms = recipe.gemms
-    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
-    if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
-        names = ("window_strides", "rhs_dilation", "lhs_dilation", "feature_group_count")
-        got = ", ".join(f"{name}={params[name]}" for name in (*names, "batch_group_count"))
-        raise ValueError(
-            "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
-            "takes one scale per tensor, the same in all products: DelayedScaling() or "
-            f"Float8CurrentScaling(). Got the recipe {recipe!r}, with {got}. Give this layer a recipe of "
-            "its own, or leave FP8 out of it."
-        )
-
-
 def fp8_conv_general_dilated(
     lhs: Float[jax.Array, "*input"],
     rhs: Float[jax.Array, "*kernel"],
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
+    *arguments: Any,
     states: States = STATELESS,
     recipe: Recipe,
-    is_frozen: bool = False,
+    frozen: Scales | None = None,
 ) -> Float[jax.Array, "*output"]:
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
@@ -140,22 +109,25 @@ def fp8_conv_general_dilated(
     patches, a window that covers all of the input), it has no groups, and its input is not dilated. The
     amax of the input is then the amax of all windows.
 
-    In all other cases it is quantize-dequantize: the operands are cast to FP8 and back, JAX convolves them
-    in their dtype, and the cotangent is cast to FP8 and back, on every device. XLA has no gradients of FP8
-    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes. The operands
-    stay wide for the backward pass, and JAX can differentiate the convolution any number of times.
+    All other convolutions are quantize-dequantize around a convolution of JAX. XLA has no gradients of FP8
+    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
 
-    The arguments up to ``preferred_element_type`` and the result are those of ``ConvCall``, the errors
-    those of ``Fp8ConvGeneralDilatedOp``, the other arguments those of ``fp8_dot_general``.
+    ``Conv.__call__`` explains the arguments, and ``modes.run`` the others.
     """
+    precision, preferred_element_type = arguments[7:]
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
-    out, params, windows = _traced(
-        *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
-        *(feature_group_count, batch_group_count, precision, preferred_element_type),
-    )
+    out, params, windows = _traced(lhs, rhs, *arguments)
     if windows is None:
-        _check_recipe(recipe, params)
-        if any(recipe.gemms.quantizers) and absent_gpu() is None:
+        gemms = recipe.gemms
+        has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
+        if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
+            raise ValueError(
+                "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
+                "It takes one scale per tensor, the same in all products: DelayedScaling() or "
+                f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
+                "or leave FP8 out of it."
+            )
+        if any(gemms.quantizers) and absent_gpu() is None:
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
                 "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
@@ -164,19 +136,84 @@ def fp8_conv_general_dilated(
             )
 
         def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            with jax.named_scope(KEPT_WIDE if None in recipe.gemms.quantizers else CONVOLVED_WIDE):
+            with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
                 return _convolved(out.dtype, params, lhs, rhs)
 
-        plan = FakeQuantized.of(convolve, lhs, rhs, recipe.gemms)
-        return run(plan, lhs, rhs, states=states, is_frozen=is_frozen)
+        plan = FakeQuantized.of(convolve, lhs, rhs, gemms)
+        return run(plan, lhs, rhs, states=states, frozen=frozen)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
     # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
     contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
-    y = fp8_dot_general(
-        *(x, rhs, (contract, ((), ())), precision, preferred_element_type),
-        states=states,
-        recipe=recipe,
-        is_frozen=is_frozen,
-    )
+    dims = contract, ((), ())
+    options: Any = {"states": states, "recipe": recipe, "frozen": frozen}
+    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, **options)
     return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
+
+
+class Conv(Op):
+    """``lax.conv_general_dilated``."""
+
+    name = "Fp8ConvGeneralDilatedOp"
+    plain = staticmethod(lax.conv_general_dilated)
+    in_fp8 = staticmethod(fp8_conv_general_dilated)
+    primitive = "conv_general_dilated"
+    params = (
+        *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+        *("feature_group_count", "batch_group_count", "precision", "preferred_element_type"),
+    )
+    nnx_field = "conv_general_dilated"
+
+    def __call__(
+        self: Any,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Convolves the operands in FP8, as ``lax.conv_general_dilated`` does in their own dtypes.
+
+        Args:
+            lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
+            rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
+            window_strides: one int for each spatial dimension.
+            padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each
+                spatial dimension.
+            lhs_dilation: one int for each spatial dimension; None for 1.
+            rhs_dilation: one int for each spatial dimension; None for 1.
+            dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
+            feature_group_count: number of groups of features.
+            batch_group_count: number of groups of the batch.
+            precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
+                convolutions.
+            preferred_element_type: dtype of the result; None for the dtype of the operands.
+            out_sharding: how to shard the result on a mesh with explicit axes.
+        """
+        out: jax.Array = self._run(
+            *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
+            *(feature_group_count, batch_group_count, precision, preferred_element_type),
+        )
+        return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+    @staticmethod
+    def sizes(lhs: Shape, rhs: Shape, *arguments: Any) -> GemmSizes:
+        # The shape of the result does not depend on the dtype.
+        operands = (jax.ShapeDtypeStruct(shape, np.float32) for shape in (lhs, rhs))
+        out = jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, *arguments[:7]), *operands).shape
+        _, kernel, result = lax.conv_dimension_numbers(lhs, rhs, dimension_numbers=arguments[4])
+        k = math.prod(rhs[i] for i in kernel[1:])
+        return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
+
+    @staticmethod
+    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+        _, _, windows = _traced(lhs, rhs, *arguments)
+        return windows is not None

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.names import FORWARD
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Extra,
     Operand,
+    Scales,
     States,
     explicit_axes,
     explicit_sharding,
 )
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
+from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer, quantized
 from fp8flax._core.recipes import CustomRecipe, Recipe
-from fp8flax._core.shapes import Float, Float32
-
-FORMS = ("direct", "qdq")
-"""The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
-quantize-dequantize around GEMMs of wide operands."""
+from fp8flax._core.shapes import Float
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -110,31 +109,33 @@ class DotContraction(Contraction):
 
     def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         del extra
-        return self.form.layout(role).to(x)
+        return self.form.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layout(role).back(x)
+        return self.form.layouts[role].back(x)
 
-    def product(self, name: str) -> Callable[..., jax.Array]:
-        gemm, order = self.gemm(name, self.form.products[name]), self.form.layout("kernel").order
-        is_in_order = not self.form.num_batch and order == tuple(range(len(order)))
-        is_stored = self.is_stored and name == FORWARD and is_in_order
-        return partial(multiply, gemm._replace(is_stored=is_stored))
+    def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
+        dims, order = self.form.products[name], self.form.layouts["kernel"].order
+        is_in_order = not dims[1][0] and order == tuple(range(len(order)))
+        return partial(multiply, self.gemm(name, dims)._replace(is_stored=is_stored and is_in_order))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         del extra
         dims, precision = self.dimension_numbers, self.precision
         return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
 
-    def stored(self, kernel: QTensor) -> QTensor:
-        """Returns a canonical kernel as a frozen model stores it, with codes in the shape of the kernel.
+    def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
+        """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
         The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
-        scales per block the shape ``(batch, output blocks, contracted blocks)``.
+        scales per block the shape ``(batch, output blocks, contracted blocks)``. Only delayed scaling reads
+        ``scale``.
         """
-        scale, quantizer = kernel.scale, kernel.quantizer
-        scale = self._stored_scales(quantizer).back(scale) if scale.ndim else scale
-        return QTensor(self.original("kernel", kernel.codes), scale, quantizer)
+        (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
+        assert quantizer is not None
+        q = quantized(quantizer, self.canonical("kernel", kernel, ()), dims, scale)
+        scale = self._stored_scales(quantizer).back(q.scale) if q.scale.ndim else q.scale
+        return QTensor(self.original("kernel", q.codes), scale, quantizer)
 
     def restored(self, kernel: QTensor) -> QTensor:
         """Returns a stored kernel in canonical form."""
@@ -148,7 +149,7 @@ class DotContraction(Contraction):
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
-        kernel, dims = self.form.layout("kernel"), self.dims["kernel"][0]
+        kernel, dims = self.form.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
         if isinstance(quantizer, BlockQuantizer):
             block = quantizer.block_of(dims)
@@ -161,6 +162,18 @@ class DotContraction(Contraction):
         return Layout(shape, kernel.order, canonical)
 
 
+def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
+    """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
+    sharding = explicit_sharding(kernel)
+    if sharding is None:
+        return plan.stored(kernel, scale)
+    # JAX cannot derive the sharding of a reshape.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    out_sharding = QTensor(sharding, replicated, plan.recipe.of_role("kernel")[0])
+    axes = explicit_axes(sharding.mesh)
+    return jax.sharding.auto_axes(plan.stored, axes=axes, out_sharding=out_sharding)(kernel, scale)
+
+
 def dot_plan(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -171,23 +184,15 @@ def dot_plan(
     recipe: CustomRecipe,
     out_sharding: Any = None,
 ) -> DotContraction:
-    """Returns the plan of a matmul.
-
-    The operands are arrays, or their shapes and dtypes. The recipe is in parts, as ``Recipe.gemms`` returns
-    it. For the other arguments see ``fp8_dot_general``.
-    """
-    out, params = traced(
-        lambda lhs, rhs: lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
-        lhs,
-        rhs,
+    """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
+    out, params = traced(dot, lhs, rhs)
     return DotContraction(
         recipe=recipe,
         lhs=Operand.of(lhs),
@@ -200,14 +205,7 @@ def dot_plan(
 
 
 def _qdq_plan(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    *,
-    recipe: CustomRecipe,
-    out_sharding: Any,
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: Any
 ) -> FakeQuantized:
     """Returns the plan of a matmul in the quantize-dequantize form."""
     if not all(isinstance(quantizer, DelayedQuantizer) for quantizer in recipe.quantizers):
@@ -215,7 +213,6 @@ def _qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    arguments = dimension_numbers, precision, preferred_element_type
 
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return dot_general_with_precision(lhs, rhs, *arguments)
@@ -229,7 +226,7 @@ def _qdq_plan(
 
 def fp8_dot_general(
     lhs: Float[jax.Array, "*input"],
-    rhs: Float[jax.Array, "*kernel"],
+    rhs: Any,
     dimension_numbers: DimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -237,34 +234,86 @@ def fp8_dot_general(
     states: States = STATELESS,
     recipe: Recipe,
     form: str = "direct",
-    is_frozen: bool = False,
-    stored_kernel: QTensor | None = None,
-    input_scale: Float32[jax.Array, "*scale"] | None = None,
+    frozen: Scales | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
-    The arguments up to ``preferred_element_type``, ``out_sharding`` and the result are those of
-    ``DotGeneralCall``, the errors and ``form`` those of ``Fp8DotGeneralOp``. ``modes.run`` explains the
-    others. The "gradients" of the states are their next values.
+    ``DotGeneral.__call__`` and ``modes.run`` explain the arguments. The "gradients" of the states are their
+    next values.
     """
-    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    # The plan describes a wide kernel.
+    wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs
+    lhs, wide = check_operands(lhs, wide, preferred_element_type)
+    arguments = dimension_numbers, precision, preferred_element_type
     make_plan = dot_plan if form == "direct" else _qdq_plan
-    plan = make_plan(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        recipe=recipe.gemms,
-        out_sharding=out_sharding,
-    )
-    return run(
-        plan,
-        lhs,
-        rhs,
-        states=states,
-        is_frozen=is_frozen,
-        stored_kernel=stored_kernel,
-        input_scale=input_scale,
-    )
+    plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
+    return run(plan, lhs, rhs if isinstance(rhs, QTensor) else wide, states=states, frozen=frozen)
+
+
+class DotGeneral(Op):
+    """``lax.dot_general``."""
+
+    name = "Fp8DotGeneralOp"
+    plain = staticmethod(lax.dot_general)
+    in_fp8 = staticmethod(fp8_dot_general)
+    plan = staticmethod(dot_plan)
+    has_form = True
+    primitive: ClassVar[str | None] = "dot_general"
+    params = ("dimension_numbers", "precision", "preferred_element_type")
+    nnx_field = "dot_general"
+
+    def __call__(
+        self: Any,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        dimension_numbers: DimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Multiplies the operands in FP8, as ``lax.dot_general`` does in their own dtypes.
+
+        Args:
+            lhs: the input, any shape; bfloat16, float16, float32 or float64.
+            rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
+            dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+            precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
+                ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+            preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
+                returns. (For operands of two dtypes this is the wider one; Flax's op casts the input to the
+                kernel's dtype.)
+            out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
+        """
+        arguments = dimension_numbers, precision, preferred_element_type
+        out: jax.Array = self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
+        return out
+
+    @staticmethod
+    def sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmSizes:
+        (lhs_contract, _), (lhs_batch, _) = dimension_numbers
+        batch, k = (math.prod(lhs[i] for i in dims) for dims in (lhs_batch, lhs_contract))
+        m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
+        return GemmSizes(batch, m, k, n)
+
+    @staticmethod
+    def swapped(
+        lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
+    ) -> tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        del rhs
+        if isinstance(precision, tuple):  # one precision for each operand
+            precision = precision[::-1]
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
+
+        def restore(out: jax.Array) -> jax.Array:
+            axes, split = list(range(out.ndim)), out.ndim - num_left
+            return lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
+
+        return (((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore
+
+    @staticmethod
+    def unsupported(params: Mapping[str, Any]) -> str | None:
+        is_given = params.get("out_sharding") is not None
+        return "the model gives the sharding of its result (out_sharding)" if is_given else None

@@ -1,8 +1,7 @@
-"""Computes a two-operand einsum by one ``dot_general`` that does not swap input and kernel."""
+"""An einsum of two operands by one ``dot_general`` that does not swap input and kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,53 +13,65 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.shapes import Float
 
 
-def einsum_with(
-    dot_general: Callable[..., jax.Array],
-    eqn: str,
-    lhs: Float[jax.Array, "*input"],
-    rhs: Float[jax.Array, "*kernel"],
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-) -> Float[jax.Array, "*output"]:
-    """Computes a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, without swapping operands.
+class Einsum(DotGeneral):
+    """``jnp.einsum`` of two operands. A converted model meets its ``dot_general``, and not the einsum."""
 
-    ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of input
-    and kernel. Axes that only one operand has, and not the result, are summed first.
+    name = "Fp8Einsum"
+    primitive = None
+    nnx_field = "einsum_op"
 
-    Raises:
-        ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
-            within one operand.
-        TypeError: an operand is not an array; or an index has a size of 1 in one operand, and a larger size
-            in the other.
-    """
-    # JAX raises its own errors if the equation does not fit the shapes.
-    shapes = (jax.ShapeDtypeStruct(jax.typeof(x).shape, np.float32) for x in (lhs, rhs))
-    jax.eval_shape(partial(jnp.einsum, eqn), *shapes)
-    inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
-    operands, names = [lhs, rhs], inputs.split(",")
-    if any(len(set(each)) != len(each) for each in names):
-        raise ValueError(
-            f"The einsum equation {eqn!r} repeats an index within one operand. Take the diagonal before "
-            "the FP8 einsum."
-        )
-    for i, other in ((0, 1), (1, 0)):
-        kept = [n for n in names[i] if n in names[other] or n in result]
-        summed = tuple(axis for axis, n in enumerate(names[i]) if n not in kept)
-        operands[i] = jnp.sum(operands[i], axis=summed) if summed else operands[i]
-        names[i] = "".join(kept)
-    shared = [n for n in names[0] if n in names[1]]
-    batch = [n for n in result if n in shared]
-    contract = [n for n in shared if n not in result]
-    free = [n for each in names for n in each if n not in shared]
-    axes = [tuple(tuple(each.index(n) for n in wanted) for each in names) for wanted in (contract, batch)]
-    permutation = tuple([*batch, *free].index(n) for n in result)
-    keywords = {} if out_sharding is None else {"out_sharding": _before(out_sharding, permutation)}
-    out = dot_general(*operands, tuple(axes), precision, preferred_element_type, **keywords)
-    return lax.transpose(out, permutation)
+    def __call__(  # type: ignore[override]
+        self: Any,
+        eqn: str,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Contracts the operands in FP8, as ``jnp.einsum`` does in their own dtypes.
+
+        ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of
+        input and kernel. Axes that only one operand has, and not the result, are summed first.
+
+        Args:
+            eqn: the equation; no index may occur twice within one operand.
+            lhs: the input, any shape; bfloat16, float16, float32 or float64.
+            rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
+            precision: as for ``Fp8DotGeneralOp``.
+            preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
+                returns.
+            out_sharding: how to shard the result on a mesh with explicit axes.
+        """
+        # JAX raises its own errors if the equation does not fit the shapes.
+        shapes = (jax.ShapeDtypeStruct(jax.typeof(x).shape, np.float32) for x in (lhs, rhs))
+        jax.eval_shape(partial(jnp.einsum, eqn), *shapes)
+        inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
+        operands, names = [lhs, rhs], inputs.split(",")
+        if any(len(set(each)) != len(each) for each in names):
+            raise ValueError(
+                f"The einsum equation {eqn!r} repeats an index within one operand. Take the diagonal "
+                "before the FP8 einsum."
+            )
+        for i, other in ((0, 1), (1, 0)):
+            kept = [n for n in names[i] if n in names[other] or n in result]
+            summed = tuple(axis for axis, n in enumerate(names[i]) if n not in kept)
+            operands[i] = jnp.sum(operands[i], axis=summed) if summed else operands[i]
+            names[i] = "".join(kept)
+        shared = [n for n in names[0] if n in names[1]]
+        batch = [n for n in result if n in shared]
+        contract = [n for n in shared if n not in result]
+        free = [n for each in names for n in each if n not in shared]
+        dims = tuple(tuple(tuple(map(each.index, ns)) for each in names) for ns in (contract, batch))
+        permutation = tuple([*batch, *free].index(n) for n in result)
+        keywords = {} if out_sharding is None else {"out_sharding": _before(out_sharding, permutation)}
+        out = self._run(*operands, dims, precision, preferred_element_type, **keywords)
+        return lax.transpose(out, permutation)
 
 
 def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
@@ -23,7 +22,6 @@ from fp8flax._core.observe import (
     on_cotangent,
     report,
     report_amax,
-    report_amax_of_cotangent,
 )
 from fp8flax._core.ops.contract import (
     STATELESS,
@@ -33,17 +31,15 @@ from fp8flax._core.ops.contract import (
     Scales,
     States,
     contract,
-    explicit_axes,
-    explicit_sharding,
     on_automatic_axes,
     quantized_once,
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
-from fp8flax._core.quantizers import quantized, quantized_and_back
+from fp8flax._core.quantizers import quantized_and_back
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import ScalingState, scale_of, step_scale, with_digests
+from fp8flax._core.state.state import step_scale, with_digests
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -69,50 +65,41 @@ def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, 
 def run(
     plan: Contraction,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | QTensor,
     *extra: jax.Array,
     states: States = STATELESS,
-    is_frozen: bool = False,
-    stored_kernel: QTensor | None = None,
-    input_scale: jax.Array | None = None,
+    frozen: Scales | None = None,
 ) -> jax.Array:
     """Returns the result of a contraction, in the ambient ``mode``.
 
     Args:
         plan: the contraction.
         lhs: the input, a wide float.
-        rhs: the kernel, a wide float.
+        rhs: the kernel, a wide float; or the kernel of a frozen model, from ``packed_kernel``.
         *extra: the further arrays of the op, such as the group sizes of a ragged dot.
         states: scaling states of the roles that have delayed scaling.
-        is_frozen: whether the states do not change. Gradients then stay wide.
-        stored_kernel: the frozen kernel, from ``packed_kernel``; the values of ``rhs`` are then not read.
-        input_scale: the scale of the input for a stored kernel; None without delayed scaling.
+        frozen: the delayed scales of operands in a frozen model. Gradients then stay wide.
     """
+    recipe, is_qdq = plan.recipe, isinstance(plan, FakeQuantized)
     on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
     wide = on_axes(type(plan).wide)
-    if not any(plan.recipe.quantizers):
+    if not any(recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return wide(lhs, rhs, extra)
-    is_qdq, is_frozen = isinstance(plan, FakeQuantized), is_frozen or stored_kernel is not None
     if not (is_qdq or is_calibrating()):
-        used = plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad
-        warn_if_emulated(*(used[:1] if is_frozen else used))
-    if stored_kernel is not None:
-        fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
-        frozen = on_automatic_axes(dataclasses.replace(plan, is_stored=True), _frozen, plan.out_sharding)
-        return frozen(lhs, lax.stop_gradient(rhs), extra, fixed)
-    state_of = {role: getattr(states, role) for role in plan.recipe.delayed}
-    if is_frozen:
-        scales = {role: scale_of(plan.recipe.delayed[role], state) for role, state in state_of.items()}
-        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, _Fixed(scales, None))
-    state_of = dict(zip(state_of, with_digests(list(state_of.values()))))
-    scales = {role: step_scale(plan.recipe.delayed[role], state) for role, state in state_of.items()}
+        backward = () if frozen is not None else (recipe.dgrad, recipe.wgrad)
+        warn_if_emulated(recipe.forward, *backward)
+    if frozen is not None:
+        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, frozen)
+    state_of = {role: getattr(states, role) for role in recipe.delayed}
+    with_digest = zip(state_of, with_digests(list(state_of.values())))
+    scales = {role: step_scale(recipe.delayed[role], state) for role, state in with_digest}
+    compute: Any = on_axes(_run_qdq if is_qdq else contract)
+    if mode.value is None:
+        return compute((lhs, rhs), extra, scales)
     if is_calibrating():
-        return _calibrated(plan, wide, (lhs, rhs), extra, state_of, scales)
-    compute = on_axes(_run_qdq if is_qdq else contract)
-    if mode.value is not None:
-        return _measured(plan, compute, (lhs, rhs), extra, scales)
-    return compute((lhs, rhs), extra, scales)
+        compute = lambda operands, extra, scales: wide(*operands, extra)  # noqa: E731
+    return _observed(plan, compute, (lhs, rhs), extra, state_of, scales)
 
 
 # Quantize-dequantize.
@@ -159,7 +146,7 @@ def _run_qdq(
     out = plan.wide(lhs, rhs, extra)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
-    return on_cotangent(partial(_cast_output_grad, plan), out, (), innermost_only=True)
+    return on_cotangent(partial(_cast_output_grad, plan), out, ())
 
 
 def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
@@ -171,144 +158,99 @@ def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
 # Frozen.
 
 
-class _Fixed(NamedTuple):
-    """The constants of a frozen contraction."""
-
-    scales: dict[str, jax.Array]
-    """The delayed scales, by role."""
-    kernel: QTensor | None
-    """The stored kernel; None if each call quantizes a wide kernel."""
-
-
-def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
-    """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
-
-    The recipe of ``plan``, a ``DotContraction``, must quantize the kernel. Only delayed scaling reads the
-    scale.
-    """
-    quantizer, _ = plan.recipe.of_role("kernel")
-
-    def pack(kernel: jax.Array, scale: Any) -> QTensor:
-        x = plan.canonical("kernel", kernel, ())
-        stored: QTensor = plan.stored(quantized(quantizer, x, plan.dims["kernel"][0], scale))
-        return stored
-
-    sharding = explicit_sharding(kernel)
-    if sharding is None:
-        return pack(kernel, scale)
-    # JAX cannot derive the sharding of a reshape.
-    out_sharding = QTensor(sharding, NamedSharding(sharding.mesh, PartitionSpec()), quantizer)
-    axes = explicit_axes(sharding.mesh)
-    return jax.sharding.auto_axes(pack, axes=axes, out_sharding=out_sharding)(kernel, scale)
-
-
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _frozen(plan: Any, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
-    """Returns the forward product of quantized operands; states do not change."""
-    x = quantized_once(plan, "input", lhs, extra, fixed.scales)
-    if fixed.kernel is None:
-        w = quantized_once(plan, "kernel", rhs, extra, fixed.scales)
+def _frozen(plan: Any, lhs: jax.Array, rhs: Any, extra: Extra, scales: Scales) -> jax.Array:
+    """Returns the forward product of quantized operands."""
+    x = quantized_once(plan, "input", lhs, extra, scales)
+    if isinstance(rhs, QTensor):
+        w, product = plan.restored(rhs), plan.product(FORWARD, is_stored=True)
     else:
-        w = plan.restored(fixed.kernel)
+        w, product = quantized_once(plan, "kernel", rhs, extra, scales), plan.product(FORWARD)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output", plan.product(FORWARD)(x, w, *extra))
+        out: jax.Array = plan.original("output", product(x, w, *extra))
     return out
 
 
+@partial(_frozen.defjvp, symbolic_zeros=True)
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    (lhs, rhs, extra, fixed), (dx, dw, *_) = primals, tangents
+    (lhs, rhs, extra, scales), (dx, dw, *_) = primals, tangents
     terms = []
     with jax.named_scope(KEPT_WIDE):
         if not isinstance(dx, SymbolicZero):
-            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, fixed), extra))
-        if not isinstance(dw, SymbolicZero):
-            terms.append(plan.wide(_values(plan, "input", lhs, extra, fixed), dw, extra))
-    out = _frozen(plan, lhs, rhs, extra, fixed)
-    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, scales), extra))
+        if not isinstance(dw, SymbolicZero | QTensor):  # a stored kernel is not differentiated
+            terms.append(plan.wide(_values(plan, "input", lhs, extra, scales), dw, extra))
+    return _frozen(plan, lhs, rhs, extra, scales), sum(terms[1:], terms[0])
 
 
-_frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
-
-
-def _values(plan: Any, role: str, x: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+def _values(plan: Any, role: str, x: Any, extra: Extra, scales: Scales) -> jax.Array:
     """Returns the values of a quantized operand, wide and in its own shape."""
-    if role == "kernel" and fixed.kernel is not None:
-        values = plan.restored(fixed.kernel).dequantize(plan.rhs.dtype)
+    if isinstance(x, QTensor):
+        values = plan.restored(x).dequantize(plan.rhs.dtype)
     else:
         (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
         x = plan.canonical(role, x, extra)
-        values = quantized_and_back(quantizer, x, dims, fixed.scales.get(role))
+        values = quantized_and_back(quantizer, x, dims, scales.get(role))
     original: jax.Array = plan.original(role, values)
     return original
 
 
-def _frozen_qdq(
-    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
-) -> jax.Array:
+def _frozen_qdq(plan: Contraction, lhs: jax.Array, rhs: Any, extra: Extra, scales: Scales) -> jax.Array:
     """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
-    x, w = (_values(plan, role, x, extra, fixed) for role, x in (("input", lhs), ("kernel", rhs)))
+    x, w = (_values(plan, role, x, extra, scales) for role, x in (("input", lhs), ("kernel", rhs)))
     return plan.wide(x, w, extra)
 
 
 # Observing.
 
 
-def _calibrated(
-    plan: Contraction,
-    wide: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array],
-    extra: Extra,
-    states: Mapping[str, ScalingState],
-    scales: Scales,
+def _observed(
+    plan: Contraction, compute: Any, operands: Any, extra: Extra, states: Any, scales: Scales
 ) -> jax.Array:
-    """Returns the product in wide dtypes, and reports the amaxes of the tensors with delayed scaling."""
-    x, w = (
-        report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, *extra), states[role])
-        if role in states
-        else x
-        for role, x in zip(("input", "kernel"), operands)
-    )
-    out, role = wide(x, w, extra), "output_grad"
-    if role not in states:
-        return out
-    amax_of = partial(_amax, plan, role)
-    return report_amax_of_cotangent(
-        plan.recipe.delayed[role], amax_of, out, scales[role], states[role], *extra
-    )
+    """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
+    observing = mode.value
+    look = partial(_with_amax if observing.calibrates else _with_errors, plan, observing.path)
+
+    def look_at_cotangent(g: jax.Array, args: Any) -> Any:
+        extra, _, scales = args
+        g = look("output_grad", g, *args)
+        # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
+        amaxes = dict.fromkeys(scales)
+        if observing.calibrates and "output_grad" in scales:
+            amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g, extra), scales["output_grad"])
+        return g, (None, None, amaxes)
+
+    args = extra, states, scales
+    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
+    with mode(None):
+        x, w = (look(role, x, *args) for role, x in zip(("input", "kernel"), operands))
+        out: jax.Array = compute((x, w), extra, scales)
+        return on_cotangent(look_at_cotangent, out, args) if observing.backward else out
 
 
-def _amax(plan: Contraction, role: str, x: jax.Array, *extra: jax.Array) -> jax.Array:
+def _amax(plan: Contraction, role: str, x: jax.Array, extra: Extra) -> jax.Array:
     """Returns the amax of a tensor, or the amaxes of a stack."""
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
 
 
-def _measured(
-    plan: Contraction,
-    compute: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array],
-    extra: Extra,
-    scales: Scales,
+def _with_amax(
+    plan: Contraction, _: Any, role: str, x: jax.Array, extra: Extra, states: Any, scales: Scales
 ) -> jax.Array:
-    """Returns the product in FP8, and reports the quantization errors of the tensors."""
-    report_errors = partial(_report_errors, plan, mode.value.path)
-    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
-    with mode(None):
-        x, w = (report_errors(role, x, (extra, scales)) for role, x in zip(("input", "kernel"), operands))
-        out = compute((x, w), extra, scales)
-        return on_cotangent(
-            lambda g, args: (report_errors("output_grad", g, args), (None, None)), out, (extra, scales)
-        )
+    """Returns ``x``, and reports the amax of a tensor with delayed scaling."""
+    if role not in states:
+        return x
+    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, extra), states[role])
 
 
-def _report_errors(
-    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, args: Any
+def _with_errors(
+    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, *args: Any
 ) -> jax.Array:
     """Returns ``x``, and reports the ``Numbers`` of a tensor under each of its quantizers."""
-    extra, scales = lax.stop_gradient(args)
+    extra, _, scales = lax.stop_gradient(args)
     if not any(plan.recipe.of_role(role)):
         return x
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +17,20 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.groups import ends_of_groups
 from fp8flax._core.gemm.ragged import columns_first, multiply_ragged
 from fp8flax._core.names import FORWARD, WGRAD
-from fp8flax._core.ops.contract import Contraction, Extra, Operand, States, explicit_sharding
+from fp8flax._core.ops.contract import (
+    Contraction,
+    Extra,
+    Operand,
+    Scales,
+    States,
+    explicit_sharding,
+)
 from fp8flax._core.ops.modes import check_operands, run, traced
+from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
-
-_ON_EXPLICIT_AXES = (
-    "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "
-    "device has its own rows and experts, or inside jax.sharding.auto_axes."
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,26 +80,19 @@ class RaggedContraction(Contraction):
         return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
 
 
-def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
-    """Raises an error if the shapes, the dtype of ``group_sizes`` or the shardings are not supported."""
+def _check(lhs: jax.Array, rhs: jax.Array) -> None:
+    """Raises an error if the shapes or the shardings of the operands are not supported."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
         raise ValueError(
             "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    if group_sizes.shape != rhs.shape[:1]:
-        raise ValueError(
-            f"group_sizes must have shape ({rhs.shape[0]},), a number of rows for each expert of rhs "
-            f"{rhs.shape}; got {group_sizes.shape}."
-        )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"group_sizes must be integers; got {group_sizes.dtype}. Count the rows of each expert, for "
-            "instance with jnp.bincount(experts, length=num_experts)."
-        )
     if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
-        raise NotImplementedError(_ON_EXPLICIT_AXES)
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
 
 
 def fp8_ragged_dot(
@@ -106,31 +104,27 @@ def fp8_ragged_dot(
     *,
     states: States,
     recipe: Recipe,
-    is_frozen: bool = False,
+    frozen: Scales | None = None,
 ) -> Float[jax.Array, "rows columns"]:
     """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
 
-    ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
-    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are
-    zeros, and they have no gradient. They do not affect any scale or amax, whatever values they hold. Input
-    and output gradient have one scale (or one per slice along the contraction). Each expert's kernel has
-    its own scales, with a state of shapes ``(experts, 1)`` and ``(experts, amax_history_len)``. In wgrad, a
-    block of 128 rows with one scale may hold rows of several experts.
+    Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are zeros, and they have no gradient
+    and no effect on any scale or amax. Input and output gradient have one scale (or one per slice along the
+    contraction). Each expert's kernel has its own scales, with a state of shapes ``(experts, 1)`` and
+    ``(experts, amax_history_len)``. In wgrad, a block of 128 rows with one scale may hold rows of several
+    experts.
 
-    The arguments up to ``preferred_element_type`` and the result are those of ``RaggedDotCall``, the errors
-    those of ``Fp8RaggedDotOp``, the other arguments those of ``fp8_dot_general``.
+    ``RaggedDot.__call__`` and ``modes.run`` explain the arguments.
 
     Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
     arXiv:2211.15841.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
-    _check_shapes(lhs, rhs, group_sizes)
+    _check(lhs, rhs)
     out, params = traced(
         lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
-        lhs,
-        rhs,
-        group_sizes,
+        *(lhs, rhs, group_sizes),
     )
     plan = RaggedContraction(
         recipe=recipe.gemms,
@@ -139,4 +133,51 @@ def fp8_ragged_dot(
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
     )
-    return run(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)
+    return run(plan, lhs, rhs, group_sizes, states=states, frozen=frozen)
+
+
+class RaggedDot(Op):
+    """``lax.ragged_dot``, the matmul of a mixture of experts."""
+
+    name = "Fp8RaggedDotOp"
+    plain = staticmethod(lax.ragged_dot)
+    in_fp8 = staticmethod(fp8_ragged_dot)
+    primitive = "ragged_dot_general"
+    params = ("precision", "preferred_element_type")
+    nnx_field = "ragged_dot"
+    is_stack = True
+
+    def __call__(
+        self: Any,
+        lhs: Float[jax.Array, "rows depth"],
+        rhs: Float[jax.Array, "experts depth columns"],
+        group_sizes: Integer[jax.Array, " experts"],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "rows columns"]:
+        """Multiplies each row by the kernel of its expert, in FP8.
+
+        Args:
+            lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
+            rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
+            group_sizes: rows of each expert, ``(experts,)``, integers.
+            precision: as for ``Fp8DotGeneralOp``.
+            preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
+        """
+        out: jax.Array = self._run(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return out
+
+    @staticmethod
+    def sizes(lhs: Shape, rhs: Shape, *_: Any) -> GemmSizes:
+        return GemmSizes(math.prod(lhs[:-2]), lhs[-2], *rhs[-2:])
+
+    @staticmethod
+    def unsupported(params: Mapping[str, Any]) -> str | None:
+        numbers = params["ragged_dot_dimension_numbers"]
+        dims = jax.tree.map(int, numbers.dot_dimension_numbers)
+        places = (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions)
+        # Axis 1 of both operands is contracted, and there is no batch.
+        is_plain = (
+            jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
+        )
+        return None if is_plain else "it contracts or groups other dimensions than lax.ragged_dot"

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8flax._core.ops.einsum import einsum_with
+from fp8flax._core.ops.einsum import Einsum
+from fp8flax._core.ops.op import calling
 
 X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
 
@@ -32,7 +33,7 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
         seen.append((lhs, rhs))
         return lax.dot_general(lhs, rhs, *args, **kwargs)
 
-    out = einsum_with(dot_general, eqn, jnp.asarray(X), jnp.asarray(y))
+    out = calling(Einsum, dot_general)(eqn, jnp.asarray(X), jnp.asarray(y))
     np.testing.assert_array_equal(out, np.einsum(eqn, X, y))
     ((lhs, rhs),) = seen
     assert lhs.size in (X.size, X.size // 4)
@@ -50,4 +51,4 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
 )
 def test_errors(eqn, message):
     with pytest.raises(ValueError, match=message):
-        einsum_with(lax.dot_general, eqn, jnp.asarray(X), jnp.ones((4, 5)))
+        calling(Einsum, lax.dot_general)(eqn, jnp.asarray(X), jnp.ones((4, 5)))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests import reference
-from tests.cases import MATMUL, normal, states_of
+from tests.cases import MATMUL, normal
 
 
 @pytest.mark.parametrize("mode_of", ["without quantizers", "calibrating"])
@@ -38,7 +38,7 @@ def test_wide_products_have_the_sharding_that_the_caller_gives(mode_of):
 def test_the_derivative_of_a_frozen_product(form):
     """dx · q(w) + q(x) · dw, with a scale of 1; an operand that is constant has no tangent."""
     recipe = fp8.DelayedScaling(amax_history_len=2)
-    options = {"recipe": recipe, "states": states_of(recipe), "form": form, "is_frozen": True}
+    options = {"recipe": recipe, "form": form, "frozen": dict.fromkeys(("input", "kernel"), jnp.ones(1))}
     x, w, dx, dw = normal(0, 5, 8), normal(1, 8, 3), normal(2, 5, 8), normal(3, 8, 3)
     q_x, q_w = (reference.qdq(t, "float8_e4m3fn", 1) for t in (x, w))
 

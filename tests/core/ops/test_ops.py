@@ -9,7 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.ops import row as ops
-from fp8flax._core.ops.calls import calling
+from fp8flax._core.ops.op import calling
 from tests.cases import normal
 
 SIZES = jnp.array([3, 1])
@@ -38,7 +38,7 @@ def test_flops_are_those_that_xla_counts(row):
 def test_an_argument_that_no_function_has_is_refused(row):
     assert pickle.loads(pickle.dumps(row)) is row
     with pytest.raises(TypeError, match="swallowed"):
-        calling(row.call, lambda *args: None)(*[None] * 4, swallowed=True)
+        calling(row, lambda *args: None)(*[None] * 4, swallowed=True)
 
 
 OPS = {

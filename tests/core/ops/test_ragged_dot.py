@@ -264,8 +264,8 @@ def call(x=None, w=None, sizes=(5, 0, 6)):
     [
         ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(2, 3, 8\)"),
         ({"w": np.ones((0, 8, 5), np.float32)}, ValueError, "one expert or more"),
-        ({"sizes": (5, 6)}, ValueError, r"shape \(3,\).*got \(2,\)"),
-        ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "integers"),
+        ({"sizes": (5, 6)}, TypeError, "size"),
+        ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "integer"),
     ],
 )
 def test_refused(arguments, error, match):

@@ -1,0 +1,216 @@
+"""``Op`` describes an op without a framework; ``OpBase`` is the base of all Linen ops and NNX ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
+from fp8flax._core.observe import in_op
+from fp8flax._core.ops.contract import Contraction, Scales, States
+from fp8flax._core.options import check_choice
+from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._core.state.state import ScalingState, is_state_dtype
+
+Shape = tuple[int, ...]
+
+FORMS = ("direct", "qdq")
+"""The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
+quantize-dequantize around GEMMs of wide operands."""
+
+
+class GemmSizes(NamedTuple):
+    """A contraction as ``batch`` matmuls of (M, K) by (K, N)."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the forward pass."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+
+class Op:
+    """Describes an op to the rest of the package; each op has a subclass, which has no instances.
+
+    An op has two operands, ``lhs`` (the input) and ``rhs`` (the kernel), and further arguments. The
+    subclass defines ``__call__`` with the signature of the JAX function that the op stands for. It calls
+    ``self._run(lhs, rhs, *arguments)`` with all arguments in the order of ``plain``. The Linen op and the
+    NNX op take this ``__call__``, and have the subclass as their ``row``.
+    """
+
+    name: ClassVar[str]
+    """The name of the class of the op, in Linen and in NNX."""
+    plain: ClassVar[Callable[..., jax.Array]]
+    """``plain(lhs, rhs, *arguments)`` computes the op without FP8."""
+    in_fp8: ClassVar[Callable[..., jax.Array]]
+    """``in_fp8(lhs, rhs, *arguments, states=, recipe=, frozen=)`` computes the op in FP8.
+
+    See ``modes.run``. It also takes ``form=`` if the op ``has_form``, and a stored kernel as ``rhs`` if it
+    has a ``plan``."""
+    sizes: ClassVar[Callable[..., GemmSizes]]
+    """``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the matmuls."""
+    plan: ClassVar[Callable[..., Contraction] | None] = None
+    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. A frozen
+    model then stores the FP8 codes of the kernel. If None, the kernel stays wide in a frozen model."""
+    has_form: ClassVar[bool] = False
+    """Whether the op has the option ``form``, see ``Fp8DotGeneralOp``."""
+    primitive: ClassVar[str | None] = None
+    """The JAX primitive that a converted model computes by this op."""
+    params: ClassVar[tuple[str, ...]] = ()
+    """The names of the arguments of the op among the parameters of the primitive."""
+    swapped: ClassVar[Callable[..., Any] | None] = None
+    """``swapped(lhs, rhs, *arguments)`` exchanges the operands. None if the left one cannot be a kernel.
+
+    It returns the arguments for operands in the other order, and a function that restores the result."""
+    nnx_field: ClassVar[str]
+    """The field of NNX layers that takes an instance of the op."""
+    is_stack: ClassVar[bool] = False
+    """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
+
+    @classmethod
+    def arguments(cls, params: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the arguments of the op from the parameters of the primitive."""
+        return tuple(params[name] for name in cls.params)
+
+    @staticmethod
+    def unsupported(params: Mapping[str, Any]) -> str | None:
+        """Returns why the op cannot compute the primitive with these parameters, or None."""
+        del params
+        return None
+
+    @staticmethod
+    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+        """Returns whether GEMMs compute the op."""
+        del lhs, rhs, arguments
+        return True
+
+
+def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns a function with the signature of an op, which computes with ``run``.
+
+    NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
+    """
+    call: Any = vars(op)["__call__"]
+    return partial(call, SimpleNamespace(_run=run))
+
+
+class MissingStateError(ValueError):
+    """Error of an FP8 layer that was applied with variables that hold no scaling state for it."""
+
+
+class StateLeaf(NamedTuple):
+    """One array of the scaling state of an op: a scale, or an amax history."""
+
+    role: str
+    name: str
+    shape: Shape
+    fill: float
+    """The value of a new array: 1 for a scale, 0 for a history."""
+
+
+class OpBase:
+    """Base class of Linen ops and NNX ops.
+
+    Its direct subclass, one for Linen and one for NNX, has the field ``recipe``, and defines ``_value`` and
+    ``_place``.
+    """
+
+    row: ClassVar[type[Op]]
+    """The description of the op."""
+    default_recipe: ClassVar[Recipe] = DelayedScaling()
+    """The recipe if neither the op nor ``autocast`` has one."""
+
+    recipe: Recipe | None
+    form: str = "direct"
+    """The form of the op; a field of the ops whose row ``has_form``."""
+
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
+        """Returns the value of one array of the state, and its name for errors."""
+        raise NotImplementedError
+
+    def _place(self) -> tuple[str, ...]:
+        """Returns the path of the op in the model, under which ``statistics`` shows the op."""
+        raise NotImplementedError
+
+    def _check_options(self) -> None:
+        """Raises an error if ``recipe`` or ``form`` is not valid."""
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+        check_choice("form", self.form, FORMS)
+
+    def _recipe_in_use(self) -> Recipe | None:
+        """Returns the recipe of a call that runs now; None if FP8 is switched off."""
+        return recipe_in_use(self.recipe, self.default_recipe)
+
+    @property
+    def _run(self) -> Callable[..., jax.Array]:
+        """Returns ``_compute`` with the recipe that is in use in a call that runs now."""
+        return partial(self._compute, self._recipe_in_use())
+
+    def _compute(
+        self,
+        recipe: Recipe | None,
+        lhs: Any,
+        rhs: Any,
+        *arguments: Any,
+        frozen: Scales | None = None,
+        **keywords: Any,
+    ) -> jax.Array:
+        """Returns the result of the op, which is not in FP8 if the recipe is None.
+
+        In a frozen model ``frozen`` has the scales, which do not change.
+        """
+        if recipe is None:
+            with jax.named_scope(SWITCHED_OFF):
+                return self.row.plain(lhs, rhs, *arguments, **keywords)
+        if self.row.has_form and frozen is None:
+            keywords["form"] = self.form
+        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else States()
+        keywords |= {"states": states, "recipe": recipe, "frozen": frozen}
+        with in_op(self._place):
+            return self.row.in_fp8(lhs, rhs, *arguments, **keywords)
+
+    def _states(self, recipe: Recipe, kernel: Shape) -> States:
+        """Returns the states that a recipe needs, for a kernel of this shape.
+
+        Raises:
+            TypeError: an array of the state has another dtype than float32.
+            ValueError: an array of the state has another shape than the recipe needs.
+        """
+        values: dict[str, list[jax.Array]] = {}
+        for leaf in self._state_leaves(recipe, kernel):
+            value, where = self._value(leaf)
+            if not is_state_dtype(value):
+                raise TypeError(
+                    f"The scaling state {where} must be float32; got {value.dtype}. Cast the parameters "
+                    "alone, or cast this leaf back with .astype(jnp.float32)."
+                )
+            if value.shape != leaf.shape:
+                raise ValueError(
+                    f"The scaling state {where} has shape {value.shape}, but the recipe needs "
+                    f"{leaf.shape}. Use the recipe (the amax_history_len) under which the state was made, "
+                    "or make the state anew: by fp8flax.add_fp8_state in Linen, by a new op in NNX. Call "
+                    "stacked NNX layers inside of nnx.vmap or nnx.scan."
+                )
+            values.setdefault(leaf.role, []).append(value)
+        return States(**{role: ScalingState(*both) for role, both in values.items()})
+
+    def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
+        """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
+        leaves = []
+        for role, quantizer in recipe.gemms.delayed.items():
+            scale, history = state_leaf_names(role)
+            stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
+            leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
+            leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
+        return leaves
