@@ -12,15 +12,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
-from fp8flax._core.state.tree import check_state_dtype, path_str
+from fp8flax._core.state.tree import Places, check_state_dtype, flatten, path_str
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
-
-_SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
 
 def add_fp8_state(
@@ -46,7 +44,7 @@ def add_fp8_state(
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
-        ValueError: the parameters are not those of ``model``, or existing state has other shapes.
+        ValueError: ``variables`` has no parameters, or existing state has other shapes.
 
     Warns:
         UserWarning: state is left out; or a scale does not follow from its history, see ``check_state``.
@@ -67,67 +65,41 @@ def add_fp8_state(
     wanted = eval_init(model, args, kwargs)
     if PARAMS in wanted:
         check_params(variables)
-    _check_same_params(variables, wanted)
     if OVERWRITE_WITH_GRADIENT not in wanted:
         return variables
+    old_state = variables.get(OVERWRITE_WITH_GRADIENT, {})
     advice = "It is kept. For new state call fp8flax.remove_fp8_state first, and then fp8flax.calibrate."
-    warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), advice, stacklevel=3)
-    old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
-    new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
-    if left_out := sorted({path_str(path[:-1]) for path in old.keys() - new.keys()}):
+    warn_if_damaged(old_state, advice, stacklevel=3)
+    old = dict(jax.tree_util.tree_leaves_with_path({OVERWRITE_WITH_GRADIENT: old_state}))
+    collection = flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT])
+    paths, leaves, treedef = flatten({OVERWRITE_WITH_GRADIENT: collection})
+    if left_out := sorted({path_str(path[1:-1]) for path in old.keys() - set(paths)}):
         warnings.warn(
             f"The model has no FP8 op for the scaling state {', '.join(left_out)}, so it is left out. To "
             "keep it, give the op the name that it has in the variables.",
             stacklevel=2,
         )
-
-    def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
-        if path in old:
-            scale = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key))))
-            return _fit((DictKey(OVERWRITE_WITH_GRADIENT), *path), old[path], leaf, scale)
-        fresh = np.ones if path[-1].key in _SCALE_OF.values() else np.zeros
-        return jax.device_put(fresh(leaf.shape, leaf.dtype))
-
-    state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
-    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)})  # type: ignore[arg-type]
+    places = Places.of(paths, leaves)
+    axes, scales = {j: axis for (_, j), axis in zip(*places)}, {i for i, _ in places.pairs}
+    for i, (path, leaf) in enumerate(zip(paths, leaves)):
+        fresh = np.full(leaf.shape, i in scales, leaf.dtype)
+        leaves[i] = _fit(path, old[path], leaf, axes.get(i)) if path in old else jax.device_put(fresh)
+    return flax.core.copy(variables, treedef.unflatten(leaves))  # type: ignore[arg-type]
 
 
-def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if the names or shapes of parameters differ from those of the model."""
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(flax.core.unfreeze(tree)))[0]
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
-
-    have, want = (shapes(tree.get(PARAMS, {})) for tree in (variables, wanted))
-    for path in sorted({*have, *want}):
-        if have.get(path) != want.get(path):
-            raise ValueError(
-                f"variables['params']{path} has the shape {have.get(path, 'none: it is missing')}, and in "
-                f"the model {want.get(path, 'none: it has no such parameter')}. Pass the variables of the "
-                "same model."
-            )
-
-
-def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:
-    """Returns the state ``value`` with the shape of ``leaf``; only the length of a history may change.
-
-    ``scale`` has the shape of the scale beside ``leaf`` if this is a history, and is None otherwise.
-    """
+def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
+    """Returns the state ``value`` with the shape of ``leaf``; only the size of ``axis`` may change."""
     check_state_dtype(path, value)
-    if value.shape == leaf.shape:
-        return value
-    differing = []
-    if scale is not None and len(value.shape) == len(leaf.shape):
-        sizes = list(zip(scale.shape, leaf.shape, value.shape))
-        differing = [axis for axis, of_axis in enumerate(sizes) if len(set(of_axis)) > 1]
-    if len(differing) != 1 or scale.shape[differing[0]] != 1:
+    fits = len(value.shape) == len(leaf.shape) and all(
+        size == wanted or i == axis for i, (size, wanted) in enumerate(zip(value.shape, leaf.shape))
+    )
+    if not fits:
         raise ValueError(
             f"The scaling state at {path_str(path)} has shape {value.shape}, but the model needs "
             f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
             "for new state call fp8flax.remove_fp8_state first."
         )
-    return _change_length(value, differing[0], leaf.shape[differing[0]])
+    return value if value.shape == leaf.shape else _change_length(value, axis, leaf.shape[axis])
 
 
 @partial(jax.jit, static_argnums=(1, 2))

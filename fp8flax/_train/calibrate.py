@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +18,6 @@ from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
 from fp8flax._core.state.tree import Places, flatten, path_str
-from fp8flax._train.check import nnx_variables_of
 
 
 def calibrate(
@@ -68,18 +69,29 @@ def calibrate(
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     check_function("fun", fun, "model.apply")
-    if nnx_variables := nnx_variables_of(variables):
-        model = variables
-        fun, variables = nnx_variables.as_function_of_variables(fun, model)
+    nnx = sys.modules.get("flax.nnx")  # imported only if the user has
+    if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
+        nnx_variables = importlib.import_module("fp8flax.nnx.variables")
+        of_variables, whole = nnx_variables.as_function_of_variables(fun, variables)
+        filled = _filled(of_variables, whole, batches, backward, has_aux)
+        return nnx_variables.set_state(variables, filled)
     check_variables(variables)
+    return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
+
+
+def _filled(
+    fun: Callable[[Any, Any], Any], variables: Any, batches: Iterable[Any], backward: bool, has_aux: bool
+) -> dict[str, Any]:
+    """Returns the collection of scaling state after ``calibrate``."""
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
             "scaling need no calibration. Calibrate a model before freeze."
         )
-    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    paths, leaves, treedef = flatten(state)
+    paths, leaves, treedef = flatten(
+        {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    )
     places = Places.of(paths, leaves)
     states = places.states(leaves)
     # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
@@ -89,7 +101,11 @@ def calibrate(
         count += scale.size
     numbered = list(leaves)
     places.put(numbered, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
-    is_filled = [backward or not paths[i][-1].key.startswith("output_grad") for i, _ in places.pairs]
+    to_fill = {
+        path_str(paths[j]): n
+        for (_, j), n in zip(places.pairs, numbers)
+        if backward or not paths[j][-1].key.startswith("output_grad")
+    }
 
     @jax.jit
     def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
@@ -102,47 +118,34 @@ def calibrate(
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
     amaxes = np.full(count, -np.inf, np.float32)  # -inf: not reported
-    configs: dict[int, DelayedQuantizer] = {}
-
-    def paths_where(holds: Callable[[np.ndarray], Any]) -> list[str]:
-        """Returns the paths of the histories of tensors that have an amax for which ``holds`` is true."""
-        return [
-            path_str(paths[j])
-            for (_, j), n, filled in zip(places.pairs, numbers, is_filled)
-            if filled and np.any(holds(amaxes[n]))
-        ]
-
-    i = -1
+    quantizers: dict[int, DelayedQuantizer] = {}
     for i, batch in enumerate(batches):
         observing = Observing(calibrates=True, backward=backward)
-        for config, rows in collect(observing, run, treedef.unflatten(numbered), variables, batch).items():
-            np.maximum.at(amaxes, rows[:, 0].astype(int), rows[:, 1])
-            configs |= dict.fromkeys(rows[:, 0].astype(int).tolist(), config)
-        if bad := paths_where(lambda amax: ~(amax < np.inf)):
+        reported = collect(observing, run, treedef.unflatten(numbered), variables, batch)
+        for quantizer, rows in reported.items():
+            tensors = rows[:, 0].astype(int)
+            np.maximum.at(amaxes, tensors, rows[:, 1])
+            quantizers |= dict.fromkeys(tensors.tolist(), quantizer)
+        if bad := [path for path, n in to_fill.items() if not np.all(amaxes[n] < np.inf)]:
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
                 "Leave the batch out, or find the cause."
             )
-    if i < 0:
-        raise ValueError("batches is empty; calibration needs at least one batch.")
-    if missing := paths_where(lambda amax: amax == -np.inf):
+    if missing := [path for path, n in to_fill.items() if np.any(amaxes[n] == -np.inf)]:
         message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
-            f"tensors were empty in all batches: {', '.join(missing)}. fun must use the variables that it "
+            f"tensors or batches were empty: {', '.join(missing)}. fun must use the variables that it "
             "gets, and return the model's outputs or its loss. FP8 must be on."
         )
-        if len(missing) == sum(is_filled):
+        if len(missing) == len(to_fill):
             raise ValueError(f"No FP8 layer was reached. {message}")
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
     for k, (old, n) in enumerate(zip(states, numbers)):
-        if config := next((configs[m] for m in n.ravel().tolist() if m in configs), None):
-            states[k] = _calibrated(config, old, _put(amaxes[n], old.scale))
+        if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
+            states[k] = _calibrated(quantizer, old, _put(amaxes[n], old.scale))
     places.put(leaves, states)
-    filled_state = treedef.unflatten(leaves)
-    if nnx_variables:
-        nnx_variables.set_state(model, filled_state)
-        return None
-    return flax.core.copy(variables, filled_state)
+    filled: dict[str, Any] = treedef.unflatten(leaves)
+    return filled
 
 
 _calibrated = jax.jit(calibrated_state, static_argnums=0)

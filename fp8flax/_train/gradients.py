@@ -56,30 +56,23 @@ def value_and_grad(
     single = not isinstance(argnums, Sequence)
     positions: tuple[Any, ...] = (argnums,) if single else tuple(argnums)  # type: ignore[arg-type]
 
-    def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
-        here = {i % len(args) for i in positions if args}  # JAX reports wrong positions.
-        return [f(arg) if i in here else arg for i, arg in enumerate(args)]
-
-    def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
-        return from_max(fun(*args, **kwargs))
-
-    def unmerged(arg: Any) -> Any:
-        check_no_train_state(arg)
-        # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
-        # without a derivative.
-        return from_max(arg)
-
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        given = map_differentiated(unmerged, args)
+        given, entered = list(args), list(args)
+        for i in {i % len(args) for i in positions if args}:  # JAX reports wrong positions.
+            check_no_train_state(args[i])
+            # Inside of another value_and_grad the state has entered before. It is cast back, and enters
+            # again without a derivative.
+            given[i] = from_max(args[i])
+            entered[i] = enter(given[i])
         # JAX takes the dtype that merges by maximum for an integer.
-        jax_value_and_grad = jax.value_and_grad(
-            differentiated_fun, positions, has_aux, holomorphic, allow_int or has_state(given)
-        )
+        allows_int = allow_int or has_state(given)
         with differentiating():
-            value, grads = jax_value_and_grad(*map_differentiated(enter, given), **kwargs)
+            value, grads = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)(
+                *entered, **kwargs
+            )
         grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
-        return value, grads[0] if single else grads
+        return from_max(value), grads[0] if single else grads
 
     return value_and_grad_fun
 

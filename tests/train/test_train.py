@@ -465,7 +465,7 @@ class TestTrainState:
             ({"params": grads["params"]}, ValueError, f"has no '{OWG}'"),
             (grads["params"], ValueError, "has no 'params'"),
             ({**grads, OWG: {"first": grads[OWG]["first"]}}, ValueError, "structure"),
-            ({**grads, OWG: narrow}, TypeError, "first/Fp8DotGeneralOp_0/input_amax_history"),
+            ({**grads, OWG: narrow}, TypeError, "first/Fp8DotGeneralOp_0/input_scale must be float32"),
         ):
             with pytest.raises(error, match=match):
                 state.apply_gradients(grads=wrong)
