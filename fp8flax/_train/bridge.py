@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import flax.core
@@ -12,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
@@ -27,20 +27,21 @@ def add_fp8_state(
     """Returns ``variables`` with the scaling state that ``model`` needs; missing state is initialized.
 
     Use it to go from a checkpoint without FP8 to a run with FP8, or from one history length to another. No
-    weight is changed and no layer runs: the shapes come from tracing ``model.init``. A model without FP8,
-    or with recipes without delayed scaling, needs no state; the result is then ``variables``.
+    weight is changed and no layer runs: the shapes come from tracing ``model.init``. If the model needs no
+    state, the result is ``variables``.
+
+    Existing state is kept. A history of another length becomes the one that a run with the new length would
+    have now: its newest amaxes, and zeros for older ones that are not known. State of other layers, or
+    under the name of another op, is left out.
 
     Args:
         variables: collections of the model, with or without FP8; ``params`` at least.
-        model: the model with FP8 layers.
+        model: the Linen module with FP8 layers.
         *args: inputs of the model, as arrays or ``jax.ShapeDtypeStruct``.
         **kwargs: keyword inputs of the model.
 
     Returns:
-        A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
-        ``_overwrite_with_gradient``. Existing state is kept. A history of another length becomes the one
-        that a run with the new length would have now: its newest amaxes, and zeros for older ones that are
-        not known. State of other layers, or under the name of another op, is left out.
+        A mapping of the type of ``variables``, with the collection ``_overwrite_with_gradient``.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
@@ -70,10 +71,9 @@ def add_fp8_state(
     old_state = variables.get(OVERWRITE_WITH_GRADIENT, {})
     advice = "It is kept. For new state call fp8flax.remove_fp8_state first, and then fp8flax.calibrate."
     warn_if_damaged(old_state, advice, stacklevel=3)
-    old = dict(jax.tree_util.tree_leaves_with_path({OVERWRITE_WITH_GRADIENT: old_state}))
-    collection = flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT])
-    paths, leaves, treedef = flatten({OVERWRITE_WITH_GRADIENT: collection})
-    if left_out := sorted({path_str(path[1:-1]) for path in old.keys() - set(paths)}):
+    old = dict(jax.tree_util.tree_leaves_with_path(flax.core.unfreeze(old_state)))
+    paths, leaves, treedef = flatten(flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT]))
+    if left_out := sorted({path_str(path[:-1]) for path in old.keys() - set(paths)}):
         warnings.warn(
             f"The model has no FP8 op for the scaling state {', '.join(left_out)}, so it is left out. To "
             "keep it, give the op the name that it has in the variables.",
@@ -84,32 +84,26 @@ def add_fp8_state(
     for i, (path, leaf) in enumerate(zip(paths, leaves)):
         fresh = np.full(leaf.shape, i in scales, leaf.dtype)
         leaves[i] = _fit(path, old[path], leaf, axes.get(i)) if path in old else jax.device_put(fresh)
-    return flax.core.copy(variables, treedef.unflatten(leaves))  # type: ignore[arg-type]
+    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: treedef.unflatten(leaves)})  # type: ignore[arg-type]
 
 
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
     """Returns the state ``value`` with the shape of ``leaf``; only the size of ``axis`` may change."""
     check_state_dtype(path, value)
-    fits = len(value.shape) == len(leaf.shape) and all(
-        size == wanted or i == axis for i, (size, wanted) in enumerate(zip(value.shape, leaf.shape))
-    )
-    if not fits:
+    if value.shape == leaf.shape:
+        return value
+    differing = [i for i, sizes in enumerate(zip(value.shape, leaf.shape)) if len(set(sizes)) > 1]
+    if axis is None or len(value.shape) != len(leaf.shape) or differing != [axis]:
         raise ValueError(
             f"The scaling state at {path_str(path)} has shape {value.shape}, but the model needs "
             f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
             "for new state call fp8flax.remove_fp8_state first."
         )
-    return value if value.shape == leaf.shape else _change_length(value, axis, leaf.shape[axis])
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _change_length(history: Any, axis: int, length: int) -> jax.Array:
-    """Returns a history of the newest ``length`` amaxes; zeros stand for amaxes that are not known."""
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
-    history = jnp.moveaxis(history, axis, -1)
-    newest, past = history[..., :1], history[..., max(1, history.shape[-1] - length + 1) :]
-    zeros = jnp.zeros((*history.shape[:-1], length - newest.shape[-1] - past.shape[-1]))
-    return jnp.moveaxis(jnp.concatenate([newest, zeros, past], -1), -1, axis)
+    old, new = value.shape[axis], leaf.shape[axis]
+    kept = lax.slice_in_dim(jnp.roll(value, -1, axis), max(0, old - new), old, axis=axis)
+    before = [(max(0, new - old) if i == axis else 0, 0) for i in range(kept.ndim)]
+    return jnp.roll(jnp.pad(kept, before), 1, axis)
 
 
 def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.observe import Observing, collect
+from fp8flax._core.observe import Observing, Records, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
@@ -30,10 +30,8 @@ def calibrate(
 ) -> Any:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch. Each call of an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports its
-    amaxes to the host. Every FP8 op runs in its operands' own dtype, so that saturation in an early layer
-    does not mislead a later one. The result is the state of one step on all batches, with the scales that
-    the next step uses.
+    The result is the state of one step on all batches, with the scales that the next step uses. Every FP8
+    op runs in its operands' own dtype, so that saturation in an early layer does not mislead a later one.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
@@ -41,18 +39,18 @@ def calibrate(
             must affect a result, because JAX drops what has no effect. Layers may run in
             ``lax.while_loop``, in ``jax.jvp`` and under ``lax.stop_gradient``.
         variables: collections with scaling state (see ``add_fp8_state``), or an NNX model.
-        batches: a few samples, similar to those that the model will see, in an iterable.
+        batches: an iterable of a few samples, similar to those that the model will see.
         backward: whether to fill the state of output gradients, too; ``fun`` must then be a loss.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
-        ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``
-        is one. For an NNX model None: the state in the model changes, and nothing else in it.
+        ``variables`` with new scaling state, a mapping of the same type. For an NNX model None: the state
+        in the model changes, and nothing else in it.
 
     Raises:
         TypeError: scaling state is not float32; or ``fun`` is a model, or no loss with ``backward``.
-        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
-            tensor of a layer; or the function reaches no FP8 op.
+        ValueError: there is no scaling state; a batch produced a NaN or an Inf in a tensor of a layer; or
+            no FP8 op was reached.
 
     Warns:
         UserWarning: some op did not run; its state stays unchanged.
@@ -89,23 +87,6 @@ def _filled(
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
             "scaling need no calibration. Calibrate a model before freeze."
         )
-    paths, leaves, treedef = flatten(
-        {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    )
-    places = Places.of(paths, leaves)
-    states = places.states(leaves)
-    # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
-    numbers, count = [], 0
-    for scale, _ in states:
-        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
-        count += scale.size
-    numbered = list(leaves)
-    places.put(numbered, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
-    to_fill = {
-        path_str(paths[j]): n
-        for (_, j), n in zip(places.pairs, numbers)
-        if backward or not paths[j][-1].key.startswith("output_grad")
-    }
 
     @jax.jit
     def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
@@ -117,12 +98,39 @@ def _filled(
         results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
-    amaxes = np.full(count, -np.inf, np.float32)  # -inf: not reported
+    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    paths, leaves, treedef = flatten(state)
+    places = Places.of(paths, leaves)
+    states = places.states(leaves)
+    # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
+    numbers, count = [], 0
+    for scale, _ in states:
+        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
+        count += scale.size
+    places.put(leaves, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
+    observing = Observing(calibrates=True, backward=backward)
+    reports = (collect(observing, run, treedef.unflatten(leaves), variables, batch) for batch in batches)
+    tensors = [path_str(paths[j]) for _, j in places.pairs]
+    amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), count, backward)
+    for k, (old, n) in enumerate(zip(states, numbers)):
+        if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
+            states[k] = _calibrated(quantizer, old, _put(amaxes[n], old.scale))
+    places.put(leaves, states)
+    filled: dict[str, Any] = treedef.unflatten(leaves)
+    return filled
+
+
+def _amaxes(
+    reports: Iterable[Records], numbers: dict[str, np.ndarray], count: int, backward: bool
+) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
+    """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
+    to_fill = {
+        path: n for path, n in numbers.items() if backward or "output_grad" not in path.split("/")[-1]
+    }
+    amaxes = np.full(count, -np.inf, np.float32)
     quantizers: dict[int, DelayedQuantizer] = {}
-    for i, batch in enumerate(batches):
-        observing = Observing(calibrates=True, backward=backward)
-        reported = collect(observing, run, treedef.unflatten(numbered), variables, batch)
-        for quantizer, rows in reported.items():
+    for i, report in enumerate(reports):
+        for quantizer, rows in report.items():
             tensors = rows[:, 0].astype(int)
             np.maximum.at(amaxes, tensors, rows[:, 1])
             quantizers |= dict.fromkeys(tensors.tolist(), quantizer)
@@ -139,13 +147,8 @@ def _filled(
         )
         if len(missing) == len(to_fill):
             raise ValueError(f"No FP8 layer was reached. {message}")
-        warnings.warn(message, stacklevel=3)
-    for k, (old, n) in enumerate(zip(states, numbers)):
-        if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
-            states[k] = _calibrated(quantizer, old, _put(amaxes[n], old.scale))
-    places.put(leaves, states)
-    filled: dict[str, Any] = treedef.unflatten(leaves)
-    return filled
+        warnings.warn(message, stacklevel=4)
+    return amaxes, quantizers
 
 
 _calibrated = jax.jit(calibrated_state, static_argnums=0)

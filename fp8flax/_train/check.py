@@ -29,13 +29,11 @@ WHAT_TO_CALL = (
 def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
     """Returns the scaling state after a step; if no step can make it, raises an error or writes NaN.
 
-    A step moves the past amaxes of a history on by one place. It leaves them if no gradient arrived, or if
-    the data held a NaN or an Inf. ``pmean_gradients`` returns the maximum of both. So each past amax is the
-    old one of its place, or the one that moves there; the newest can be any. The scale is the old one, or
-    follows from the old history.
-
-    Any other state raises ``ValueError``, which ends with ``what_to_do``. Under ``jax.jit``, where values
-    are not known, its scale becomes NaN, so that the next loss is NaN.
+    A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
+    Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
+    its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
+    the old history. If values are not known, as under ``jax.jit``, the scale of any other state becomes
+    NaN, so that the next loss is NaN.
     """
     shapes, new_shapes = (jax.tree.map(np.shape, tree) for tree in (old, new))
     if shapes != new_shapes:
@@ -118,10 +116,9 @@ _MANTISSAS = np.array([1.75, 1.875], np.float32) / 2  # of the largest FP8 value
 
 
 def check_state(variables: Any, before: Any = None) -> None:
-    """Raises ``ValueError`` if FP8 scaling state was changed by something other than training with FP8.
+    """Raises ``ValueError`` if something other than training with FP8 has changed the scaling state.
 
-    Call it outside of ``jax.jit``, after one or two steps of a training loop that is not from this package,
-    or if a loss is NaN. It detects
+    Call it outside of ``jax.jit``, after a step of a loop of your own, or if a loss is NaN. It detects
 
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
@@ -168,17 +165,16 @@ def check_state(variables: Any, before: Any = None) -> None:
             f"{min(others)} is not in both `variables` and `before`. The loop must keep the state. Pass "
             "the same variables, one step earlier."
         )
-    inspected = _inspect_each(new, old)
-    if problem := _problem(inspected):
-        raise ValueError(f"{problem} {WHAT_TO_CALL}")
-    if not any(np.any(one["moves"]) for one in inspected.values()):
-        raise ValueError(
+    problem, moves = _inspected(new, old)
+    if not problem and not any(map(np.any, moves.values())):
+        problem = (
             "No history has moved. The next state is the gradient of the old one, and the loop must keep "
             "it, as fp8flax.TrainState and fp8flax.nnx.Optimizer do. (A mutable collection that `apply` "
-            f"returns holds the old state.) {WHAT_TO_CALL}"
+            "returns holds the old state.)"
         )
-    unmoved = [path for path, one in inspected.items() if not np.all(one["moves"])]
-    if unmoved:
+    if problem:
+        raise ValueError(f"{problem} {WHAT_TO_CALL}")
+    if unmoved := [path for path, moved in moves.items() if not np.all(moved)]:
         warnings.warn(
             f"The FP8 scaling state {', '.join(unmoved)} did not move, or holds only zeros. "
             "Its layers took no part in the step, or their output gradients are zero.",
@@ -190,9 +186,8 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
     """Warns about a collection of scaling state that no training leaves, if its values are known."""
     if any(map(_is_unknown, jax.tree.leaves(state))):
         return
-    states = _states({OVERWRITE_WITH_GRADIENT: state})
-    states = {path: x for path, x in states.items() if x.amax_history.size}
-    if problem := _problem(_inspect_each(states, {})):
+    problem, _ = _inspected(_states({OVERWRITE_WITH_GRADIENT: state}), {})
+    if problem:
         warnings.warn(f"{problem} {advice}", stacklevel=stacklevel)
 
 
@@ -219,18 +214,17 @@ _WRONG = {
 }
 
 
-def _problem(inspected: dict[str, dict[str, Any]]) -> str:
-    """Returns a message about the first kind of wrong state, or an empty string if there is none."""
-    for kind, what in _WRONG.items():
-        if paths := [path for path, one in inspected.items() if np.any(one[kind])]:
+def _inspected(
+    new: dict[str, ScalingState], old: dict[str, ScalingState]
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns a message about the first kind of wrong state, if any; and by path which histories moved."""
+    found = {path: jax.device_get(_inspect(state, old.get(path))) for path, state in new.items()}
+    problem = ""
+    for kind, what in reversed(_WRONG.items()):
+        if paths := [path for path, one in found.items() if np.any(one[kind])]:
             and_more = f" (and of {len(paths) - 1} more tensors)" if paths[1:] else ""
-            return f"The FP8 scaling state {paths[0]}{and_more} is not what training leaves: {what}"
-    return ""
-
-
-def _inspect_each(new: dict[str, ScalingState], old: dict[str, ScalingState]) -> dict[str, dict[str, Any]]:
-    """Returns what ``_inspect`` finds, by path."""
-    return {path: jax.device_get(_inspect(state, old.get(path))) for path, state in new.items()}
+            problem = f"The FP8 scaling state {paths[0]}{and_more} is not what training leaves: {what}"
+    return problem, {path: one["moves"] for path, one in found.items()}
 
 
 @jax.jit
@@ -248,7 +242,7 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
     half = (past.shape[-1] + 1) // 2
     is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)
     # After ``calibrate`` the scale follows from the newest amax, too.
-    largest = history.max(-1, keepdims=True)
+    largest = history.max(-1, keepdims=True, initial=0)
     amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
     follows = ~is_young | (half <= 3) | _is_scale_of(scale, *map(_normal, amaxes))
     moves = largest > 0

@@ -29,11 +29,10 @@ def value_and_grad(
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
-    itself. Everything else is as in ``jax.value_and_grad``, but integers beside the state get no gradient
-    (``float0``).
+    itself. Integers beside the state get no gradient (``float0``).
 
-    The gradient of the scaling state is its next value: the state of one call on all the data. This holds
-    however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
+    The gradient of the scaling state is its next value: the state of one call on all the data, however
+    often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
     ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that held a NaN
     or an Inf leaves no trace in its history.
 
@@ -84,10 +83,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function like ``jax.grad`` for variables that hold FP8 scaling state.
-
-    The returned function returns the gradients of ``value_and_grad``, or with ``has_aux`` the pair
-    ``(gradients, aux)``.
+    """Returns a function like ``jax.grad`` that returns the gradients of ``value_and_grad``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -113,9 +109,9 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them.
-    The gradients of parameters are averaged in float32. If the loss is a mean over examples and all
-    microbatches have one size, gradients and state are those of one large batch.
+    The scaling state is that of one call on all microbatches, and the gradients of parameters are averaged
+    in float32. If the loss is a mean over examples and all microbatches have one size, gradients and state
+    are those of one large batch.
 
     Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
     element, or two for block scales that differ between the forward and the backward pass. Call the
@@ -173,16 +169,16 @@ def accumulate(
             "(microbatches, -1, …), and stack a list of microbatches with jnp.stack."
         )
 
-    def loss(entered: Any, carry: Any, microbatch: Any) -> Any:
-        out, carry = from_max(fun(entered, carry, microbatch))
-        value, aux = out if has_aux else (out, None)
-        # Divided before the backward pass, so that output gradients equal those of one large batch.
-        return value / num, (carry, aux)
-
     def step(entered: Any, varying: Any) -> Any:
         total, carry, microbatch = varying
-        loss_and_grad = jax.value_and_grad(loss, has_aux=True, allow_int=True)
-        (value, (carry, aux)), grads = loss_and_grad(entered, carry, microbatch)
+
+        def loss(entered: Any) -> Any:
+            out, new_carry = from_max(fun(entered, carry, microbatch))
+            value, aux = out if has_aux else (out, None)
+            # Divided before the backward pass, so that output gradients equal those of one large batch.
+            return value / num, (new_carry, aux)
+
+        (value, (carry, aux)), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(entered)
         return (jax.tree.map(_add, total, grads), carry), (value, aux)
 
     # One jitted function also for a caller without jit: otherwise jax_debug_infs would find the -inf that

@@ -1,8 +1,4 @@
-"""Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
-
-``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
-numbers to the host (see ``_core.observe``).
-"""
+"""Measures and plots the quantization error of each tensor of each FP8 op."""
 
 from __future__ import annotations
 
@@ -102,10 +98,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
         reported = collect(observing, gradient, variables, args, kwargs)
         if not reported:
             raise ValueError(
-                "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
-                "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
-                "recipe that quantizes. Call statistics outside of jax.jit. A model that freeze returned "
-                "cannot be measured."
+                "No FP8 op was reached. fun must apply a model with FP8 ops, not a frozen one, to the "
+                "variables that it is given, with a recipe that quantizes. Call statistics outside of jit."
             )
         found = Statistics()
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
@@ -121,9 +115,8 @@ _ROWS_SHOWN = 40
 def plot_statistics(history: Mapping[int, Statistics]) -> Any:
     """Draws underflow, saturation and scale of each tensor over time.
 
-    The figure has three maps, with a row for each tensor and a column for each step. Rows have the path of
-    the op and the role of the tensor as names. The 40 tensors are shown that underflow or saturate most at
-    any step. A number that was not measured leaves its place white.
+    The figure has three maps, with a row for each tensor and a column for each step. It shows the 40
+    tensors that underflow or saturate most at any step. A number that was not measured is left white.
 
     Args:
         history: statistics by step, ``{step: result of the function that statistics returned}``.

@@ -97,10 +97,8 @@ class TrainState(flax.training.train_state.TrainState):
 
     ``params`` is either a bare tree of parameters or a whole dict of variables. In a dict of variables
 
-    * ``params`` is the only collection that the optimizer sees: momentum, weight decay, clipping and norms
-      do not touch the scaling state.
-    * ``_overwrite_with_gradient`` is replaced by its gradient. A layer that got no gradient keeps its
-      state, and a tensor that held a NaN or an Inf keeps its history.
+    * ``params`` is the only collection that the optimizer sees.
+    * ``_overwrite_with_gradient`` is replaced by its gradient.
     * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
@@ -168,7 +166,7 @@ class TrainState(flax.training.train_state.TrainState):
         Raises:
             TypeError: scaling state in ``params`` is not float32; or ``apply_fn`` is not a function, or
                 ``tx`` not an optimizer.
-            ValueError: scaling state lies where the optimizer sees it, or has no parameters beside it.
+            ValueError: the optimizer would see scaling state.
         """
         if apply_fn is not None:
             check_function("apply_fn", apply_fn, "model.apply")
@@ -180,11 +178,9 @@ class TrainState(flax.training.train_state.TrainState):
             jax.tree_util.tree_map_with_path(check_state_dtype, state)
         if has_state(optimized):
             raise ValueError(
-                "The optimizer would see FP8 scaling state, because it lies deeper in params than the top "
-                "level, or has no 'params' next to it. Pass one dict of variables, {'params': …, "
-                "'_overwrite_with_gradient': …}. For several models use one TrainState each, or one module "
-                "around them."
+                "The optimizer would see FP8 scaling state, because params is not one dict of variables, "
+                "{'params': …, '_overwrite_with_gradient': …}. For several models use one TrainState each, "
+                "or one module around them."
             )
-        if not isinstance(apply_fn, _MergingApply):
-            apply_fn = _MergingApply(apply_fn)
-        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(optimized), **kwargs)
+        merging, opt_state = _MergingApply(apply_fn), tx.init(optimized)
+        return cls(step=0, apply_fn=merging, params=params, tx=tx, opt_state=opt_state, **kwargs)

@@ -22,10 +22,10 @@ from fp8flax.nnx.variables import check_model, is_node, set_state, state_of
 
 
 class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
-    """Scaling state in a gradient, where it counts as a parameter's gradient, too.
+    """Scaling state in a gradient, where it counts as the gradient of a parameter, too.
 
-    An ``nnx.Optimizer`` leaves out what is no parameter's gradient, so the state would never change. With
-    this type its ``update`` raises an error: the model has no such parameter.
+    Otherwise ``nnx.Optimizer.update`` would leave the state out, and it would never change. With this type
+    it raises an error, because the model has no such parameter.
     """
 
 
@@ -82,11 +82,9 @@ def value_and_grad(
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
     The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
-    keeps its state until ``Optimizer.update`` or ``overwrite_state``.
-
-    The arguments are those of ``nnx.value_and_grad``. The gradient of a model is an ``nnx.State``, which
-    always has the variables of ``OverwriteWithGradient``. ``nnx.Optimizer.update`` does not take them: it
-    raises an error about the structure of a tree.
+    keeps its state until ``Optimizer.update`` or ``overwrite_state``. The gradient of a model always has
+    the variables of ``OverwriteWithGradient``, so ``nnx.Optimizer.update`` refuses it: its keys are not
+    those of the parameters.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -103,10 +101,9 @@ def value_and_grad(
 
     Source: signature of ``nnx.value_and_grad``.
     """
-    single = not isinstance(argnums, Sequence)
-    wanted: list[Any] = [argnums] if single else list(argnums)  # type: ignore[arg-type]
-    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
-    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted]
+    differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
+    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
+    with_state = tuple(nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted)
 
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +115,7 @@ def value_and_grad(
         states = [from_max(state_of(node)) for node in nodes]
         nnx_value_and_grad = nnx.value_and_grad(
             f,
-            argnums=with_state[0] if single else tuple(with_state),
+            argnums=with_state,
             has_aux=has_aux,
             holomorphic=holomorphic,
             # JAX takes the dtype that merges by maximum for an integer.
@@ -131,8 +128,8 @@ def value_and_grad(
             value, grads = nnx_value_and_grad(*args, **kwargs)
             # A module may keep or return state that it read, which must not have the dtype of the merge.
             value, _ = _without_max_dtype((value, (args, kwargs)))
-        left = tuple(map(_left, states, [grads] if single else grads))
-        return value, left[0] if single else left
+        grads = tuple(map(_left, states, grads))
+        return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     return value_and_grad_f
 
