@@ -27,8 +27,7 @@ def add_fp8_state(
     """Returns ``variables`` with the scaling state that ``model`` needs; missing state is initialized.
 
     Use it to go from a checkpoint without FP8 to a run with FP8, or from one history length to another. No
-    weight is changed and no layer runs: the shapes come from tracing ``model.init``. If the model needs no
-    state, the result is ``variables``.
+    weight is changed and no layer runs: the shapes come from tracing ``model.init``.
 
     Existing state is kept. A history of another length becomes the one that a run with the new length would
     have now: its newest amaxes, and zeros for older ones that are not known. State of other layers, or
@@ -41,7 +40,7 @@ def add_fp8_state(
         **kwargs: keyword inputs of the model.
 
     Returns:
-        A mapping of the type of ``variables``, with the collection ``_overwrite_with_gradient``.
+        A mapping of the type of ``variables``; ``variables`` itself if the model needs no state.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.

@@ -12,7 +12,7 @@ import flax.core
 import jax
 import numpy as np
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.observe import Observing, Records, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
@@ -40,7 +40,7 @@ def calibrate(
             ``lax.while_loop``, in ``jax.jvp`` and under ``lax.stop_gradient``.
         variables: collections with scaling state (see ``add_fp8_state``), or an NNX model.
         batches: an iterable of a few samples, similar to those that the model will see.
-        backward: whether to fill the state of output gradients, too; ``fun`` must then be a loss.
+        backward: whether to fill the state of output gradients, too; ``fun`` is then a loss.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
@@ -79,13 +79,13 @@ def calibrate(
 
 def _filled(
     fun: Callable[[Any, Any], Any], variables: Any, batches: Iterable[Any], backward: bool, has_aux: bool
-) -> dict[str, Any]:
+) -> Any:
     """Returns the collection of scaling state after ``calibrate``."""
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
-            "scaling need no calibration. Calibrate a model before freeze."
+            "scaling, and frozen models, have no state."
         )
 
     @jax.jit
@@ -114,19 +114,17 @@ def _filled(
     amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), count, backward)
     for k, (old, n) in enumerate(zip(states, numbers)):
         if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
-            states[k] = _calibrated(quantizer, old, _put(amaxes[n], old.scale))
+            states[k] = calibrated_state(quantizer, old, _put(amaxes[n], old.scale))
     places.put(leaves, states)
-    filled: dict[str, Any] = treedef.unflatten(leaves)
-    return filled
+    return treedef.unflatten(leaves)
 
 
 def _amaxes(
     reports: Iterable[Records], numbers: dict[str, np.ndarray], count: int, backward: bool
 ) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
     """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
-    to_fill = {
-        path: n for path, n in numbers.items() if backward or "output_grad" not in path.split("/")[-1]
-    }
+    backward_only = state_leaf_names("output_grad")
+    to_fill = {path: n for path, n in numbers.items() if backward or not path.endswith(backward_only)}
     amaxes = np.full(count, -np.inf, np.float32)
     quantizers: dict[int, DelayedQuantizer] = {}
     for i, report in enumerate(reports):
@@ -149,9 +147,6 @@ def _amaxes(
             raise ValueError(f"No FP8 layer was reached. {message}")
         warnings.warn(message, stacklevel=4)
     return amaxes, quantizers
-
-
-_calibrated = jax.jit(calibrated_state, static_argnums=0)
 
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:

@@ -18,15 +18,16 @@ from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
 from fp8flax._core.state.tree import Places, flatten, path_str
 
-WHAT_TO_CALL = (
+_WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
     "the loss with fp8flax.DynamicScale, average over devices with fp8flax.pmean_gradients and over "
-    "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. In "
-    "your own arithmetic change the parameters only: grads = {**grads, 'params': …}."
+    "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. (NNX: "
+    "fp8flax.nnx.) In your own arithmetic change only the gradients of the parameters: grads['params'] in "
+    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX."
 )
 
 
-def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
+def checked_next_state(old: Any, new: Any) -> Any:
     """Returns the scaling state after a step; if no step can make it, raises an error or writes NaN.
 
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
@@ -39,7 +40,7 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
     if shapes != new_shapes:
         raise ValueError(
             "The gradient of the scaling state has another structure than the state, or other shapes: "
-            f"{new_shapes} instead of {shapes}. {what_to_do}"
+            f"{new_shapes} instead of {shapes}. {_WHAT_TO_CALL}"
         )
     paths, leaves, treedef = flatten(new)
     places = Places.of(paths, leaves)
@@ -54,7 +55,7 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
         raise ValueError(
             f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step "
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
-            f"gradients, or belongs to other variables. {what_to_do}"
+            f"gradients, or belongs to other variables. {_WHAT_TO_CALL}"
         )
     places.put(leaves, each_alike(_after, olds, news, fits_of_all, in_parts=True))
     return treedef.unflatten(leaves)
@@ -104,15 +105,13 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
     two, and times a power of two, the margin. Or it is a power of two itself.
     """
+    largest = np.array([1.75, 1.875], np.float32) / 2
     # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
     mantissas = [jnp.frexp(amax / scale)[0] for amax in amaxes]
-    follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in _MANTISSAS]
+    follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in largest]
     is_power_of_two = jnp.frexp(scale)[0] == 0.5
     has_amax = functools.reduce(jnp.maximum, amaxes) > 0
     return functools.reduce(jnp.logical_or, follows, is_power_of_two & has_amax)
-
-
-_MANTISSAS = np.array([1.75, 1.875], np.float32) / 2  # of the largest FP8 values
 
 
 def check_state(variables: Any, before: Any = None) -> None:
@@ -122,13 +121,12 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
+    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
     * a scale that does not follow from its history, such as the average of two; without ``before`` only in
       a young run, while the older half of the history is empty
-    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
 
-    It cannot detect a change of the newest amax alone: by a mean over devices or microbatches instead of
-    the maximum, or by ``jnp.clip`` of each element. Use ``pmean_gradients``, ``accumulate_gradients``, and
-    ``optax.clip`` in ``tx``.
+    It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
+    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element.
 
     Args:
         variables: an NNX module, or a tree that holds the collection ``_overwrite_with_gradient``, such as
@@ -144,13 +142,11 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 4))
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> grads = fp8.grad(lambda v: jnp.sum(layer.apply(v, x)))(variables)
-        >>> fp8.check_state(jax.tree.map(lambda v, g: v - 0.1 * g, variables, grads), before=variables)
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> fp8.check_state(layer.init(jax.random.key(0), jnp.ones((2, 4))))
         Traceback (most recent call last):
         ...
-        ValueError: The FP8 scaling state _overwrite_with_gradient/Fp8DotGeneralOp_0/input_amax_history ...
+        ValueError: No history has moved...
     """
     new, old = _states(variables), _states(before)
     if not (new or old):
@@ -173,7 +169,7 @@ def check_state(variables: Any, before: Any = None) -> None:
             "returns holds the old state.)"
         )
     if problem:
-        raise ValueError(f"{problem} {WHAT_TO_CALL}")
+        raise ValueError(f"{problem} {_WHAT_TO_CALL}")
     if unmoved := [path for path, moved in moves.items() if not np.all(moved)]:
         warnings.warn(
             f"The FP8 scaling state {', '.join(unmoved)} did not move, or holds only zeros. "

@@ -66,10 +66,9 @@ def value_and_grad(
             entered[i] = enter(given[i])
         # JAX takes the dtype that merges by maximum for an integer.
         allows_int = allow_int or has_state(given)
+        jax_value_and_grad = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)
         with differentiating():
-            value, grads = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)(
-                *entered, **kwargs
-            )
+            value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
         return from_max(value), grads[0] if single else grads
 
@@ -139,13 +138,10 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         Array([4., 0.], dtype=float32)
     """
 
-    def with_carry(variables: Any, carry: None, microbatch: Any) -> Any:
-        return fun(variables, microbatch), carry
-
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
         check_no_train_state(variables)
-        return accumulate(with_carry, variables, None, microbatches, has_aux)[:2]
+        return accumulate(lambda v, _, x: (fun(v, x), None), variables, None, microbatches, has_aux)[:2]
 
     return accumulated
 
@@ -164,9 +160,8 @@ def accumulate(
     num, *others = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)} or {0}
     if not num or others:
         raise ValueError(
-            "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
-            f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            "(microbatches, -1, …), and stack a list of microbatches with jnp.stack."
+            "The leaves of microbatches must share a first dimension, their number, of 1 or more; got "
+            f"shapes {jax.tree.map(np.shape, microbatches)}. Stack a list of microbatches with jnp.stack."
         )
 
     def step(entered: Any, varying: Any) -> Any:
@@ -228,8 +223,8 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     ``jax.shard_map`` with ``check_vma=False``. With the default checks of ``jax.shard_map``, and under
     ``jax.jit`` on sharded arrays, the state is already that of all the data.
 
-    If one device kept its old history, because of a NaN or a layer that it skipped, the result is the
-    maximum of old and new history: finite, and the same on every device.
+    If one device kept its old history, the result is the maximum of old and new history: finite, and the
+    same on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

@@ -16,10 +16,7 @@ from fp8flax._core.tables import table_lines
 
 
 class Statistics(dict[str, dict[str, dict[str, float]]]):
-    """Numbers by the path of an op, the role of a tensor, and the name of the number.
-
-    ``print`` shows them as a table, with a row for each tensor.
-    """
+    """Numbers by the path of an op, the role of a tensor, and the name of the number; prints as a table."""
 
     def by_tensor(self) -> dict[str, dict[str, float]]:
         """Returns the numbers by the path of an op and the role of a tensor, joined to one name."""
@@ -109,9 +106,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     return measure
 
 
-_ROWS_SHOWN = 40
-
-
 def plot_statistics(history: Mapping[int, Statistics]) -> Any:
     """Draws underflow, saturation and scale of each tensor over time.
 
@@ -122,10 +116,7 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
         history: statistics by step, ``{step: result of the function that statistics returned}``.
 
     Returns:
-        A ``matplotlib.figure.Figure``.
-
-    Raises:
-        ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
+        A ``matplotlib.figure.Figure``. (``fp8flax[plots]`` installs matplotlib.)
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -143,7 +134,7 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
         for number in ("underflow", "saturation", "scale")
     )
     losses = np.nanmax(underflow + saturation, axis=1)
-    shown = np.sort(np.argsort(-losses, kind="stable")[:_ROWS_SHOWN])
+    shown = np.sort(np.argsort(-losses, kind="stable")[:40])
     maps = {
         "underflow, %": 100 * underflow,
         "saturation, %": 100 * saturation,

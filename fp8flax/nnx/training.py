@@ -194,11 +194,6 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
 _REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
-_WHAT_TO_CALL = (
-    "Compute gradients with fp8flax.nnx.value_and_grad, and change only the gradients of the parameters, "
-    "nnx.state(grads, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
-)
-
 
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, in a loop without our ``Optimizer``.
@@ -222,7 +217,7 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
     Source: the guide of ``flax.linen.fp8_ops``, which overwrites a collection.
     """
     check_model(model)
-    set_state(model, checked_next_state(state_of(model), state_of(grads), _WHAT_TO_CALL))
+    set_state(model, checked_next_state(state_of(model), state_of(grads)))
 
 
 class Optimizer(nnx.Optimizer):
