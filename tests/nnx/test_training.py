@@ -172,6 +172,9 @@ def test_what_is_differentiated():
 def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
     layer = linear()
     fp8nnx.overwrite_state(layer, fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer))
+    with pytest.raises(ZeroDivisionError):
+        fp8nnx.grad(lambda m: 1 / 0)(layer)
+    assert layer.dot_general.input_scale.get_value().dtype == jnp.float32
     grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
     kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
@@ -275,17 +278,12 @@ def test_mistakes_are_loud(mistake, wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("cls", [nnx.Optimizer, fp8nnx.Optimizer])
-def test_an_optimizer_that_would_leave_the_state_out_or_see_it_is_an_error(cls, tx, wrap):
-    """``nnx.Optimizer`` of the parameters alone, and ours of all variables."""
-
-    @wrap
-    def step(model, optimizer):
-        optimizer.update(model, grads_of(model, X))
-
+@pytest.mark.parametrize(("cls", "wrt"), [(nnx.Optimizer, nnx.Param), (fp8nnx.Optimizer, nnx.Variable)])
+def test_an_optimizer_that_would_leave_the_state_out_or_see_it_is_an_error(cls, wrt, tx, wrap):
     layer = linear()
+    step = wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))
     with pytest.raises(ValueError, match="dot_general"):
-        step(layer, cls(layer, tx, wrt=nnx.Param if cls is nnx.Optimizer else nnx.Variable))
+        step(layer, cls(layer, tx, wrt=wrt))
 
 
 def test_check_state():

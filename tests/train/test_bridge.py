@@ -132,11 +132,7 @@ class TestAnotherLength:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("input_scale", (2,)),
-        ("kernel_amax_history", (2, 1024)),
-        ("kernel_amax_history", ()),
-    ],
+    [("input_scale", (2,)), ("kernel_amax_history", (2, 1024)), ("kernel_amax_history", ())],
 )
 def test_state_of_another_shape_is_refused(name, shape):
     variables, bad = FP8.init(jax.random.key(0), X), FP8.init(jax.random.key(0), X)
