@@ -29,8 +29,7 @@ from fp8flax._train.train_state import DynamicScale, TrainState
 from fp8flax._core.names import RESIDUAL_NAMES
 
 # Statistics of a run: how its scales affect its tensors.
-from fp8flax._train.statistics import statistics
-from fp8flax._train.plots import plot_statistics
+from fp8flax._train.statistics import plot_statistics, statistics
 
 # The scaling state in a tree of variables.
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,13 +12,12 @@ import flax.core
 import jax
 import numpy as np
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.observe import Observing, collect
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
+from fp8flax._core.observe import Observing, Records, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
 from fp8flax._core.state.tree import Places, flatten, path_str
-from fp8flax._train.check import nnx_variables_of
 
 
 def calibrate(
@@ -29,10 +30,8 @@ def calibrate(
 ) -> Any:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch. Each call of an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports its
-    amaxes to the host. Every FP8 op runs in its operands' own dtype, so that saturation in an early layer
-    does not mislead a later one. The result is the state of one step on all batches, with the scales that
-    the next step uses.
+    The result is the state of one step on all batches, with the scales that the next step uses. Every FP8
+    op runs in its operands' own dtype, so that saturation in an early layer does not mislead a later one.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
@@ -40,18 +39,18 @@ def calibrate(
             must affect a result, because JAX drops what has no effect. Layers may run in
             ``lax.while_loop``, in ``jax.jvp`` and under ``lax.stop_gradient``.
         variables: collections with scaling state (see ``add_fp8_state``), or an NNX model.
-        batches: a few samples, similar to those that the model will see, in an iterable.
-        backward: whether to fill the state of output gradients, too; ``fun`` must then be a loss.
+        batches: an iterable of a few samples, similar to those that the model will see.
+        backward: whether to fill the state of output gradients, too; ``fun`` is then a loss.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
-        ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``
-        is one. For an NNX model None: the state in the model changes, and nothing else in it.
+        ``variables`` with new scaling state, a mapping of the same type. For an NNX model None: the state
+        in the model changes, and nothing else in it.
 
     Raises:
         TypeError: scaling state is not float32; or ``fun`` is a model, or no loss with ``backward``.
-        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
-            tensor of a layer; or the function reaches no FP8 op.
+        ValueError: there is no scaling state; a batch produced a NaN or an Inf in a tensor of a layer; or
+            no FP8 op was reached.
 
     Warns:
         UserWarning: some op did not run; its state stays unchanged.
@@ -68,28 +67,26 @@ def calibrate(
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     check_function("fun", fun, "model.apply")
-    if nnx_variables := nnx_variables_of(variables):
-        model = variables
-        fun, variables = nnx_variables.as_function_of_variables(fun, model)
+    nnx = sys.modules.get("flax.nnx")  # imported only if the user has
+    if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
+        nnx_variables = importlib.import_module("fp8flax.nnx.variables")
+        of_variables, whole = nnx_variables.as_function_of_variables(fun, variables)
+        filled = _filled(of_variables, whole, batches, backward, has_aux)
+        return nnx_variables.set_state(variables, filled)
     check_variables(variables)
+    return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
+
+
+def _filled(
+    fun: Callable[[Any, Any], Any], variables: Any, batches: Iterable[Any], backward: bool, has_aux: bool
+) -> Any:
+    """Returns the collection of scaling state after ``calibrate``."""
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
-            "scaling need no calibration. Calibrate a model before freeze."
+            "scaling, and frozen models, have no state."
         )
-    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    paths, leaves, treedef = flatten(state)
-    places = Places.of(paths, leaves)
-    states = places.states(leaves)
-    # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
-    numbers, count = [], 0
-    for scale, _ in states:
-        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
-        count += scale.size
-    numbered = list(leaves)
-    places.put(numbered, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
-    is_filled = [backward or not paths[i][-1].key.startswith("output_grad") for i, _ in places.pairs]
 
     @jax.jit
     def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
@@ -101,51 +98,55 @@ def calibrate(
         results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
-    amaxes = np.full(count, -np.inf, np.float32)  # -inf: not reported
-    configs: dict[int, DelayedQuantizer] = {}
+    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    paths, leaves, treedef = flatten(state)
+    places = Places.of(paths, leaves)
+    states = places.states(leaves)
+    # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
+    numbers, count = [], 0
+    for scale, _ in states:
+        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
+        count += scale.size
+    places.put(leaves, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
+    observing = Observing(calibrates=True, backward=backward)
+    reports = (collect(observing, run, treedef.unflatten(leaves), variables, batch) for batch in batches)
+    tensors = [path_str(paths[j]) for _, j in places.pairs]
+    amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), count, backward)
+    for k, (old, n) in enumerate(zip(states, numbers)):
+        if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
+            states[k] = calibrated_state(quantizer, old, _put(amaxes[n], old.scale))
+    places.put(leaves, states)
+    return treedef.unflatten(leaves)
 
-    def paths_where(holds: Callable[[np.ndarray], Any]) -> list[str]:
-        """Returns the paths of the histories of tensors that have an amax for which ``holds`` is true."""
-        return [
-            path_str(paths[j])
-            for (_, j), n, filled in zip(places.pairs, numbers, is_filled)
-            if filled and np.any(holds(amaxes[n]))
-        ]
 
-    i = -1
-    for i, batch in enumerate(batches):
-        observing = Observing(calibrates=True, backward=backward)
-        for config, rows in collect(observing, run, treedef.unflatten(numbered), variables, batch).items():
-            np.maximum.at(amaxes, rows[:, 0].astype(int), rows[:, 1])
-            configs |= dict.fromkeys(rows[:, 0].astype(int).tolist(), config)
-        if bad := paths_where(lambda amax: ~(amax < np.inf)):
+def _amaxes(
+    reports: Iterable[Records], numbers: dict[str, np.ndarray], count: int, backward: bool
+) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
+    """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
+    backward_only = state_leaf_names("output_grad")
+    to_fill = {path: n for path, n in numbers.items() if backward or not path.endswith(backward_only)}
+    amaxes = np.full(count, -np.inf, np.float32)
+    quantizers: dict[int, DelayedQuantizer] = {}
+    for i, report in enumerate(reports):
+        for quantizer, rows in report.items():
+            tensors = rows[:, 0].astype(int)
+            np.maximum.at(amaxes, tensors, rows[:, 1])
+            quantizers |= dict.fromkeys(tensors.tolist(), quantizer)
+        if bad := [path for path, n in to_fill.items() if not np.all(amaxes[n] < np.inf)]:
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
                 "Leave the batch out, or find the cause."
             )
-    if i < 0:
-        raise ValueError("batches is empty; calibration needs at least one batch.")
-    if missing := paths_where(lambda amax: amax == -np.inf):
+    if missing := [path for path, n in to_fill.items() if np.any(amaxes[n] == -np.inf)]:
         message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
-            f"tensors were empty in all batches: {', '.join(missing)}. fun must use the variables that it "
+            f"tensors or batches were empty: {', '.join(missing)}. fun must use the variables that it "
             "gets, and return the model's outputs or its loss. FP8 must be on."
         )
-        if len(missing) == sum(is_filled):
+        if len(missing) == len(to_fill):
             raise ValueError(f"No FP8 layer was reached. {message}")
-        warnings.warn(message, stacklevel=2)
-    for k, (old, n) in enumerate(zip(states, numbers)):
-        if config := next((configs[m] for m in n.ravel().tolist() if m in configs), None):
-            states[k] = _calibrated(config, old, _put(amaxes[n], old.scale))
-    places.put(leaves, states)
-    filled_state = treedef.unflatten(leaves)
-    if nnx_variables:
-        nnx_variables.set_state(model, filled_state)
-        return None
-    return flax.core.copy(variables, filled_state)
-
-
-_calibrated = jax.jit(calibrated_state, static_argnums=0)
+        warnings.warn(message, stacklevel=4)
+    return amaxes, quantizers
 
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 import warnings
 from typing import Any
 
@@ -18,36 +16,35 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable, push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
-from fp8flax._core.state.tree import Places, flatten, new_leaves, path_str
+from fp8flax._core.state.tree import Places, flatten, path_str
 
-WHAT_TO_CALL = (
+_WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
     "the loss with fp8flax.DynamicScale, average over devices with fp8flax.pmean_gradients and over "
-    "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. In "
-    "your own arithmetic change the parameters only: grads = {**grads, 'params': …}."
+    "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. (NNX: "
+    "fp8flax.nnx.) In your own arithmetic change only the gradients of the parameters: grads['params'] in "
+    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX."
 )
 
 
-def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
+def checked_next_state(old: Any, new: Any) -> Any:
     """Returns the scaling state after a step; if no step can make it, raises an error or writes NaN.
 
-    A step moves the past amaxes of a history on by one place. It leaves them if no gradient arrived, or if
-    the data held a NaN or an Inf. ``pmean_gradients`` returns the maximum of both. So each past amax is the
-    old one of its place, or the one that moves there; the newest can be any. The scale is the old one, or
-    follows from the old history.
-
-    Any other state raises ``ValueError``, which ends with ``what_to_do``. Under ``jax.jit``, where values
-    are not known, its scale becomes NaN, so that the next loss is NaN.
+    A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
+    Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
+    its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
+    the old history. If values are not known, as under ``jax.jit``, the scale of any other state becomes
+    NaN, so that the next loss is NaN.
     """
-    if jax.tree.structure(old) != jax.tree.structure(new):
+    shapes, new_shapes = (jax.tree.map(np.shape, tree) for tree in (old, new))
+    if shapes != new_shapes:
         raise ValueError(
-            "The gradient of the scaling state has another structure than the state: "
-            f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}. {what_to_do}"
+            "The gradient of the scaling state has another structure than the state, or other shapes: "
+            f"{new_shapes} instead of {shapes}. {_WHAT_TO_CALL}"
         )
-    paths, old_leaves, treedef = flatten(old)
-    places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
-    news = places.states(leaves)
-    olds = places.states(old_leaves)
+    paths, leaves, treedef = flatten(new)
+    places = Places.of(paths, leaves)
+    olds, news = (places.states(each) for each in (jax.tree.leaves(old), leaves))
     fits_of_all = each_alike(_can_follow, olds, news)
     wrong = [
         path_str(paths[j])
@@ -58,7 +55,7 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
         raise ValueError(
             f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step "
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
-            f"gradients, or belongs to other variables. {what_to_do}"
+            f"gradients, or belongs to other variables. {_WHAT_TO_CALL}"
         )
     places.put(leaves, each_alike(_after, olds, news, fits_of_all, in_parts=True))
     return treedef.unflatten(leaves)
@@ -102,44 +99,34 @@ def _normal(x: jax.Array) -> jax.Array:
     return jnp.where(is_usable(x), x, 0.0)
 
 
-_MANTISSAS = np.array([0.5, 1, 1 / 1.75, 1 / 1.875], np.float32)
-"""The mantissas, from 0.5 to 1, of a power of two and of the reciprocals of the largest FP8 values."""
-
-
 def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
-    """Returns whether a positive ``scale`` follows from one of ``amaxes``, for some FP8 dtype and margin.
+    """Returns whether ``scale`` follows from one of ``amaxes``, for some FP8 dtype and margin.
 
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
     two, and times a power of two, the margin. Or it is a power of two itself.
     """
-    # Written out, not as arrays of candidates: a GPU then computes all of it in one kernel.
-    quotients = [scale, *(scale / jnp.where(amax > 0, amax, 1.0) for amax in amaxes)]
-    mantissas = [jnp.frexp(quotient)[0] for quotient in quotients]
-    is_near = [
-        jnp.abs(mantissa - one) <= np.float32(2**-21)  # eight units in the last place
-        for mantissa in mantissas
-        for one in _MANTISSAS
-    ]
-    return functools.reduce(jnp.logical_or, is_near) & functools.reduce(
-        jnp.logical_or, [amax > 0 for amax in amaxes]
-    )
+    largest = np.array([1.75, 1.875], np.float32) / 2
+    # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
+    mantissas = [jnp.frexp(amax / scale)[0] for amax in amaxes]
+    follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in largest]
+    is_power_of_two = jnp.frexp(scale)[0] == 0.5
+    has_amax = functools.reduce(jnp.maximum, amaxes) > 0
+    return functools.reduce(jnp.logical_or, follows, is_power_of_two & has_amax)
 
 
 def check_state(variables: Any, before: Any = None) -> None:
-    """Raises ``ValueError`` if FP8 scaling state was changed by something other than training with FP8.
+    """Raises ``ValueError`` if something other than training with FP8 has changed the scaling state.
 
-    Call it outside of ``jax.jit``, after one or two steps of a training loop that is not from this package,
-    or if a loss is NaN. It detects
+    Call it outside of ``jax.jit``, after a step of a loop of your own, or if a loss is NaN. It detects
 
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
+    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
     * a scale that does not follow from its history, such as the average of two; without ``before`` only in
       a young run, while the older half of the history is empty
-    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
 
-    It cannot detect a change of the newest amax alone: by a mean over devices or microbatches instead of
-    the maximum, or by ``jnp.clip`` of each element. Use ``pmean_gradients``, ``accumulate_gradients``, and
-    ``optax.clip`` in ``tx``.
+    It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
+    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element.
 
     Args:
         variables: an NNX module, or a tree that holds the collection ``_overwrite_with_gradient``, such as
@@ -155,13 +142,11 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 4))
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> grads = fp8.grad(lambda v: jnp.sum(layer.apply(v, x)))(variables)
-        >>> fp8.check_state(jax.tree.map(lambda v, g: v - 0.1 * g, variables, grads), before=variables)
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> fp8.check_state(layer.init(jax.random.key(0), jnp.ones((2, 4))))
         Traceback (most recent call last):
         ...
-        ValueError: The FP8 scaling state is not what training leaves...
+        ValueError: No history has moved...
     """
     new, old = _states(variables), _states(before)
     if not (new or old):
@@ -171,29 +156,21 @@ def check_state(variables: Any, before: Any = None) -> None:
             stacklevel=2,
         )
         return
-    shapes, before_shapes = ({(path, x.amax_history.shape) for path, x in y.items()} for y in (new, old))
-    if before is not None and shapes != before_shapes:
+    if before is not None and (others := new.keys() ^ old.keys()):
         raise ValueError(
-            f"{min(shapes ^ before_shapes)[0]} is not in both `variables` and `before`, or has two shapes. "
-            "The loop must keep the state. Pass the same variables, one step earlier."
+            f"{min(others)} is not in both `variables` and `before`. The loop must keep the state. Pass "
+            "the same variables, one step earlier."
         )
-    problems, unmoved, any_moves = [], [], False
-    for path, state in new.items():
-        wrong, some_move, all_move = jax.device_get(_inspect(state, old.get(path)))
-        problems += [f"{path} {what}" for what, is_wrong in zip(_WRONG, wrong) if is_wrong][:1]
-        any_moves |= some_move
-        unmoved += [] if all_move else [path]
-    problems[5:] = [f"and {len(problems) - 5} more."] if len(problems) > 5 else []
-    if not any_moves and not problems:
-        problems.append(
+    problem, moves = _inspected(new, old)
+    if not problem and not any(map(np.any, moves.values())):
+        problem = (
             "No history has moved. The next state is the gradient of the old one, and the loop must keep "
-            "it, as fp8flax.TrainState and fp8flax.nnx.Optimizer do. (nnx.Optimizer does not, and a "
-            "mutable collection that `apply` returns holds the old state.)"
+            "it, as fp8flax.TrainState and fp8flax.nnx.Optimizer do. (A mutable collection that `apply` "
+            "returns holds the old state.)"
         )
-    if problems:
-        what = "\n- ".join(["The FP8 scaling state is not what training leaves:", *problems])
-        raise ValueError(f"{what}\n{WHAT_TO_CALL}")
-    if unmoved:
+    if problem:
+        raise ValueError(f"{problem} {_WHAT_TO_CALL}")
+    if unmoved := [path for path, moved in moves.items() if not np.all(moved)]:
         warnings.warn(
             f"The FP8 scaling state {', '.join(unmoved)} did not move, or holds only zeros. "
             "Its layers took no part in the step, or their output gradients are zero.",
@@ -205,30 +182,13 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
     """Warns about a collection of scaling state that no training leaves, if its values are known."""
     if any(map(_is_unknown, jax.tree.leaves(state))):
         return
-    states = _states({OVERWRITE_WITH_GRADIENT: state}).items()
-    damaged = [path for path, x in states if x.amax_history.size and np.any(_inspect(x, None)[0])]
-    if damaged:
-        warnings.warn(
-            f"The scaling state {damaged[0]} (and of {len(damaged) - 1} more tensors) is not what training "
-            f"leaves: an optimizer or an average over steps changed it. {advice}",
-            stacklevel=stacklevel,
-        )
-
-
-def nnx_variables_of(model: Any) -> Any:
-    """Returns ``fp8flax.nnx.variables`` for an NNX module or state, None otherwise.
-
-    It imports NNX only if the user has.
-    """
-    nnx = sys.modules.get("flax.nnx")
-    is_nnx = nnx is not None and isinstance(model, nnx.Module | nnx.State)
-    return importlib.import_module("fp8flax.nnx.variables") if is_nnx else None
+    problem, _ = _inspected(_states({OVERWRITE_WITH_GRADIENT: state}), {})
+    if problem:
+        warnings.warn(f"{problem} {advice}", stacklevel=stacklevel)
 
 
 def _states(variables: Any) -> dict[str, ScalingState]:
     """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
-    if nnx_variables := nnx_variables_of(variables):
-        variables = nnx_variables.state_of(variables)
     paths, leaves, _ = flatten(variables)
     places = Places.of(paths, leaves)
     for i in [i for pair in places.pairs for i in pair]:
@@ -240,32 +200,45 @@ def _states(variables: Any) -> dict[str, ScalingState]:
     return dict(zip((path_str(paths[j]) for _, j in places.pairs), places.states(leaves)))
 
 
-_WRONG = (
-    "has a scale that is not positive and finite, or entries that are negative or not finite. An optimizer "
-    "or a NaN changed the state. Or under jax.jit no step could make the new state, because it was scaled, "
-    "clipped, averaged or added up with the gradients: then the scale is NaN.",
-    "has past entries other than those of `before`, or a scale that does not follow from its history. "
+_WRONG = {
+    "is_no_number": "a scale is not positive and finite, or entries are negative or not finite. An "
+    "optimizer or a NaN changed the state. Or under jax.jit no step could make the new state, because it "
+    "was scaled, clipped, averaged or added up with the gradients: then the scale is NaN.",
+    "is_no_step": "past entries are not those of `before`, or a scale does not follow from its history. "
     "`before` must be exactly one step earlier. If it is, an optimizer, arithmetic with gradients, or an "
     "average over steps changed the state. (If add_fp8_state has just changed its length, take a step.)",
-)
+}
+
+
+def _inspected(
+    new: dict[str, ScalingState], old: dict[str, ScalingState]
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns a message about the first kind of wrong state, if any; and by path which histories moved."""
+    found = {path: jax.device_get(_inspect(state, old.get(path))) for path, state in new.items()}
+    problem = ""
+    for kind, what in reversed(_WRONG.items()):
+        if paths := [path for path, one in found.items() if np.any(one[kind])]:
+            and_more = f" (and of {len(paths) - 1} more tensors)" if paths[1:] else ""
+            problem = f"The FP8 scaling state {paths[0]}{and_more} is not what training leaves: {what}"
+    return problem, {path: one["moves"] for path, one in found.items()}
 
 
 @jax.jit
-def _inspect(new: ScalingState, old: ScalingState | None) -> tuple[Any, ...]:
-    """Returns whether each sentence of ``_WRONG`` is true, and whether some and all histories have moved.
+def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array]:
+    """Returns whether each kind of ``_WRONG`` is true of each stacked layer, and whether its history moved.
 
     A history has moved if it holds an amax and differs from the one before. A history that holds one amax
     everywhere counts as moved: a step may leave it unchanged.
     """
     scale, history = new
-    is_number = lax.is_finite(scale) & (scale > 0) & (lax.is_finite(history) & (history >= 0)).all()
+    entries_are_numbers = (lax.is_finite(history) & (history >= 0)).all(-1, keepdims=True)
     # The scale follows from the past amaxes. The oldest of them has left the history. In a run that is
     # younger than the history, it was 0, and so is the older half of the others.
     past = _normal(history[..., 1:])
     half = (past.shape[-1] + 1) // 2
     is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)
     # After ``calibrate`` the scale follows from the newest amax, too.
-    largest = history.max(-1, keepdims=True)
+    largest = history.max(-1, keepdims=True, initial=0)
     amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
     follows = ~is_young | (half <= 3) | _is_scale_of(scale, *map(_normal, amaxes))
     moves = largest > 0
@@ -273,4 +246,5 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> tuple[Any, ...]:
         follows &= _can_follow(old, new)
         is_unchanged = (history == old.amax_history).all(-1, keepdims=True)
         moves &= ~is_unchanged | (history == largest).all(-1, keepdims=True)
-    return [~jnp.all(is_number), ~jnp.all(follows)], jnp.any(moves), jnp.all(moves)
+    is_number = lax.is_finite(scale) & (scale > 0) & entries_are_numbers
+    return {"is_no_number": ~is_number, "is_no_step": ~follows, "moves": moves}

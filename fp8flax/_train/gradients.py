@@ -29,11 +29,10 @@ def value_and_grad(
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
-    itself. Everything else is as in ``jax.value_and_grad``, but integers beside the state get no gradient
-    (``float0``).
+    itself. Integers beside the state get no gradient (``float0``).
 
-    The gradient of the scaling state is its next value: the state of one call on all the data. This holds
-    however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
+    The gradient of the scaling state is its next value: the state of one call on all the data, however
+    often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
     ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that held a NaN
     or an Inf leaves no trace in its history.
 
@@ -56,30 +55,22 @@ def value_and_grad(
     single = not isinstance(argnums, Sequence)
     positions: tuple[Any, ...] = (argnums,) if single else tuple(argnums)  # type: ignore[arg-type]
 
-    def map_differentiated(f: Callable[[Any], Any], args: Any) -> list[Any]:
-        here = {i % len(args) for i in positions if args}  # JAX reports wrong positions.
-        return [f(arg) if i in here else arg for i, arg in enumerate(args)]
-
-    def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
-        return from_max(fun(*args, **kwargs))
-
-    def unmerged(arg: Any) -> Any:
-        check_no_train_state(arg)
-        # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
-        # without a derivative.
-        return from_max(arg)
-
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        given = map_differentiated(unmerged, args)
+        given, entered = list(args), list(args)
+        for i in {i % len(args) for i in positions if args}:  # JAX reports wrong positions.
+            check_no_train_state(args[i])
+            # Inside of another value_and_grad the state has entered before. It is cast back, and enters
+            # again without a derivative.
+            given[i] = from_max(args[i])
+            entered[i] = enter(given[i])
         # JAX takes the dtype that merges by maximum for an integer.
-        jax_value_and_grad = jax.value_and_grad(
-            differentiated_fun, positions, has_aux, holomorphic, allow_int or has_state(given)
-        )
+        allows_int = allow_int or has_state(given)
+        jax_value_and_grad = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)
         with differentiating():
-            value, grads = jax_value_and_grad(*map_differentiated(enter, given), **kwargs)
+            value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
-        return value, grads[0] if single else grads
+        return from_max(value), grads[0] if single else grads
 
     return value_and_grad_fun
 
@@ -91,10 +82,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function like ``jax.grad`` for variables that hold FP8 scaling state.
-
-    The returned function returns the gradients of ``value_and_grad``, or with ``has_aux`` the pair
-    ``(gradients, aux)``.
+    """Returns a function like ``jax.grad`` that returns the gradients of ``value_and_grad``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -120,9 +108,9 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them.
-    The gradients of parameters are averaged in float32. If the loss is a mean over examples and all
-    microbatches have one size, gradients and state are those of one large batch.
+    The scaling state is that of one call on all microbatches, and the gradients of parameters are averaged
+    in float32. If the loss is a mean over examples and all microbatches have one size, gradients and state
+    are those of one large batch.
 
     Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
     element, or two for block scales that differ between the forward and the backward pass. Call the
@@ -150,13 +138,10 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         Array([4., 0.], dtype=float32)
     """
 
-    def with_carry(variables: Any, carry: None, microbatch: Any) -> Any:
-        return fun(variables, microbatch), carry
-
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
         check_no_train_state(variables)
-        return accumulate(with_carry, variables, None, microbatches, has_aux)[:2]
+        return accumulate(lambda v, _, x: (fun(v, x), None), variables, None, microbatches, has_aux)[:2]
 
     return accumulated
 
@@ -175,21 +160,20 @@ def accumulate(
     num, *others = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)} or {0}
     if not num or others:
         raise ValueError(
-            "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
-            f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            "(microbatches, -1, …), and stack a list of microbatches with jnp.stack."
+            "The leaves of microbatches must share a first dimension, their number, of 1 or more; got "
+            f"shapes {jax.tree.map(np.shape, microbatches)}. Stack a list of microbatches with jnp.stack."
         )
-
-    def loss(entered: Any, carry: Any, microbatch: Any) -> Any:
-        out, carry = from_max(fun(entered, carry, microbatch))
-        value, aux = out if has_aux else (out, None)
-        # Divided before the backward pass, so that output gradients equal those of one large batch.
-        return value / num, (carry, aux)
 
     def step(entered: Any, varying: Any) -> Any:
         total, carry, microbatch = varying
-        loss_and_grad = jax.value_and_grad(loss, has_aux=True, allow_int=True)
-        (value, (carry, aux)), grads = loss_and_grad(entered, carry, microbatch)
+
+        def loss(entered: Any) -> Any:
+            out, new_carry = from_max(fun(entered, carry, microbatch))
+            value, aux = out if has_aux else (out, None)
+            # Divided before the backward pass, so that output gradients equal those of one large batch.
+            return value / num, (new_carry, aux)
+
+        (value, (carry, aux)), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(entered)
         return (jax.tree.map(_add, total, grads), carry), (value, aux)
 
     # One jitted function also for a caller without jit: otherwise jax_debug_infs would find the -inf that
@@ -239,8 +223,8 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     ``jax.shard_map`` with ``check_vma=False``. With the default checks of ``jax.shard_map``, and under
     ``jax.jit`` on sharded arrays, the state is already that of all the data.
 
-    If one device kept its old history, because of a NaN or a layer that it skipped, the result is the
-    maximum of old and new history: finite, and the same on every device.
+    If one device kept its old history, the result is the maximum of old and new history: finite, and the
+    same on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

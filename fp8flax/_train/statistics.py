@@ -1,15 +1,12 @@
-"""Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
-
-``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
-numbers to the host (see ``_core.observe``).
-"""
+"""Measures and plots the quantization error of each tensor of each FP8 op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from fp8flax._core.measuring import statistics_of
 from fp8flax._core.names import ROLES
@@ -19,17 +16,17 @@ from fp8flax._core.tables import table_lines
 
 
 class Statistics(dict[str, dict[str, dict[str, float]]]):
-    """Numbers by the path of an op, the role of a tensor, and the name of the number.
+    """Numbers by the path of an op, the role of a tensor, and the name of the number; prints as a table."""
 
-    ``print`` shows them as a table, with a row for each tensor.
-    """
+    def by_tensor(self) -> dict[str, dict[str, float]]:
+        """Returns the numbers by the path of an op and the role of a tensor, joined to one name."""
+        return {f"{path}/{role}": n for path, roles in self.items() for role, n in roles.items()}
 
     def __str__(self) -> str:
-        rows = {f"{path}/{role}": n for path, roles in self.items() for role, n in roles.items()}
+        rows = self.by_tensor()
         header = ("tensor", *next(iter(rows.values()), ()))
-        return "\n".join(
-            table_lines(header, [(name, *(f"{x:.3g}" for x in n.values())) for name, n in rows.items()])
-        )
+        cells = [(name, *(f"{x:.3g}" for x in numbers.values())) for name, numbers in rows.items()]
+        return "\n".join(table_lines(header, cells))
 
 
 def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
@@ -49,15 +46,12 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
       that are not all zero
     * ``nonfinite``: number of NaN and Inf
 
-    For an op that is called several times all numbers are over all calls, except for repeated equal ones.
-    Layers that ``nn.scan`` or ``nn.vmap`` stacked have one path, so they count as one op, and so do ops of
-    two models with the same path. A tensor enters two GEMMs; if its quantizers differ, as with scales per
-    block, all counts are over both.
-
-    ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop``, ``jax.shard_map`` and
-    ``lax.stop_gradient``. A call without a gradient reports no ``output_grad``. In ``jax.shard_map`` each
-    device counts as a call. ``nn.jit`` traces equal layers once, so the first of them has the numbers of
-    all: measure without ``nn.jit``.
+    ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop`` and ``jax.shard_map``.
+    All calls of ops with one path count as one op: repeated calls, layers that ``nn.scan`` or ``nn.vmap``
+    stacked, the devices of ``jax.shard_map``. A tensor enters two GEMMs; if its quantizers differ, as with
+    scales per block, all counts are over both. ``nn.jit`` traces equal layers once, so the first of them
+    has the numbers of all: measure without ``nn.jit``. A call without a gradient (``lax.stop_gradient``)
+    reports no ``output_grad``.
 
     Not covered are frozen models, ``in_qdq`` and ``out_qdq`` on their own, and ops of NNX models that do
     not come from ``fp8flax.nnx.quantize_model``, because they do not know their paths.
@@ -69,9 +63,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 
     Returns:
         A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
-        ``print`` shows as a table. The path of an op is that of its scaling state, if it has one:
-        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are those of ``input``, ``kernel`` and
-        ``output_grad`` that the recipe quantizes.
+        ``print`` shows as a table. The path is that of an op in the model, such as
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``; the roles are ``input``, ``kernel`` and ``output_grad``.
 
     Raises:
         TypeError: ``fun`` is not a function; or (when called) it returns no scalar.
@@ -100,10 +93,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
         reported = collect(Observing(calibrates=False), gradient, variables, args, kwargs)
         if not reported:
             raise ValueError(
-                "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
-                "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
-                "recipe that quantizes. Call statistics outside of jax.jit. A model that freeze returned "
-                "cannot be measured."
+                "No FP8 op was reached. fun must apply a model with FP8 ops, not a frozen one, to the "
+                "variables that it is given, with a recipe that quantizes. Call statistics outside of jit."
             )
         found = Statistics()
         for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
@@ -111,3 +102,50 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
         return found
 
     return measure
+
+
+def plot_statistics(history: Mapping[int, Statistics]) -> Any:
+    """Draws underflow, saturation and scale of each tensor over time.
+
+    The figure has three maps, with a row for each tensor and a column for each step. It shows the 40
+    tensors that underflow or saturate most at any step. A number that was not measured is left white.
+
+    Args:
+        history: statistics by step, ``{step: result of the function that statistics returned}``.
+
+    Returns:
+        A ``matplotlib.figure.Figure``. (``fp8flax[plots]`` installs matplotlib.)
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 8))
+        >>> variables = model.init(jax.random.key(0), x)
+        >>> found = fp8.statistics(lambda v, x: jnp.sum(model.apply(v, x)))(variables, x)
+        >>> figure = fp8.plot_statistics({0: found, 10: found})
+    """
+    from matplotlib.figure import Figure
+
+    rows = {step: Statistics(history[step]).by_tensor() for step in sorted(history)}
+    tensors = sorted({tensor for row in rows.values() for tensor in row})
+    underflow, saturation, scale = (
+        np.array([[row.get(tensor, {}).get(number, np.nan) for row in rows.values()] for tensor in tensors])
+        for number in ("underflow", "saturation", "scale")
+    )
+    losses = np.nanmax(underflow + saturation, axis=1)
+    shown = np.sort(np.argsort(-losses, kind="stable")[:40])
+    maps = {
+        "underflow, %": 100 * underflow,
+        "saturation, %": 100 * saturation,
+        "log2 of the scale": np.log2(scale, out=np.full_like(scale, np.nan), where=scale > 0),
+    }
+    figure = Figure(figsize=(14, 1.5 + 0.25 * len(shown)), layout="constrained")
+    for axes, (label, values) in zip(figure.subplots(1, 3, sharey=True), maps.items()):
+        image = axes.imshow(values[shown], aspect="auto", cmap="cividis", interpolation="nearest")
+        if label.endswith("%"):
+            image.set_clim(0, 100)
+        ticks = range(0, len(rows), -(-len(rows) // 8))
+        axes.set_xticks(ticks, [str(list(rows)[j]) for j in ticks])
+        axes.set_yticks(range(len(shown)), [tensors[j] for j in shown], fontsize="small")
+        axes.set_xlabel("step")
+        figure.colorbar(image, ax=axes, label=label)
+    return figure

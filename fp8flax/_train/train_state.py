@@ -18,15 +18,14 @@ import optax
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import check_state_dtype, from_max, has_state, map_state, merge_by_max
-from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
+from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
 class DynamicScale(flax.training.dynamic_scale.DynamicScale):
     """Flax's ``DynamicScale`` for variables with FP8 scaling state, which must not be scaled.
 
-    The scaling state is the next state that ``fp8flax.value_and_grad`` returns, neither divided nor
-    averaged. Everything else is as in Flax's class.
+    The state in the gradients is that of ``fp8flax.value_and_grad``. All else is as in Flax's class.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -79,7 +78,7 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
 class _MergingApply:
     """Calls ``apply_fn(variables, …)`` with scaling state whose gradients merge by maximum.
 
-    A closure would make train states of one model unequal, and jit would trace a step again.
+    Two of one ``apply_fn`` are equal, so that ``jax.jit`` does not trace a step again.
     """
 
     apply_fn: Callable[..., Any]
@@ -88,19 +87,13 @@ class _MergingApply:
         return from_max(self.apply_fn(merge_by_max(variables), *args, **kwargs))
 
 
-def _is_variables(params: Any) -> bool:
-    return isinstance(params, Mapping) and "params" in params
-
-
 class TrainState(flax.training.train_state.TrainState):
     """Flax ``TrainState`` that also updates FP8 scaling state, and keeps every other collection.
 
     ``params`` is either a bare tree of parameters or a whole dict of variables. In a dict of variables
 
-    * ``params`` is the only collection that the optimizer sees: momentum, weight decay, clipping and norms
-      do not touch the scaling state.
-    * ``_overwrite_with_gradient`` is replaced by its gradient. A layer that got no gradient keeps its
-      state, and a tensor that held a NaN or an Inf keeps its history.
+    * ``params`` is the only collection that the optimizer sees.
+    * ``_overwrite_with_gradient`` is replaced by its gradient.
     * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
@@ -133,11 +126,10 @@ class TrainState(flax.training.train_state.TrainState):
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
-            ValueError: a gradient is missing, or that of the scaling state has other names or shapes, or no
-                step can make it. Under ``jax.jit`` its scales become NaN instead, so the next loss is NaN,
-                and ``fp8flax.check_state`` names the layers.
+            ValueError: a gradient is missing, or no step can make the scaling state in it. Under
+                ``jax.jit`` its scales become NaN, so the next loss is NaN; see ``fp8flax.check_state``.
         """
-        if not _is_variables(self.params):
+        if not (isinstance(self.params, Mapping) and "params" in self.params):  # bare parameters
             return super().apply_gradients(grads=grads, **kwargs)
         for name in ("params", OVERWRITE_WITH_GRADIENT):
             if name in self.params and name not in grads:
@@ -149,8 +141,7 @@ class TrainState(flax.training.train_state.TrainState):
         changed = {"params": optax.apply_updates(self.params["params"], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
             old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
-            what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
-            changed |= checked_next_state(old, new, what_to_do)
+            changed |= checked_next_state(old, new)
         params = flax.core.copy(self.params, changed)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
@@ -168,23 +159,21 @@ class TrainState(flax.training.train_state.TrainState):
         Raises:
             TypeError: scaling state in ``params`` is not float32; or ``apply_fn`` is not a function, or
                 ``tx`` not an optimizer.
-            ValueError: scaling state lies where the optimizer sees it, or has no parameters beside it.
+            ValueError: the optimizer would see scaling state.
         """
         if apply_fn is not None:
             check_function("apply_fn", apply_fn, "model.apply")
         check_optimizer(tx)
         optimized = params
-        if _is_variables(params):
+        if isinstance(params, Mapping) and "params" in params:
             optimized = params["params"]
             state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
             jax.tree_util.tree_map_with_path(check_state_dtype, state)
         if has_state(optimized):
             raise ValueError(
-                "The optimizer would see FP8 scaling state, because it lies deeper in params than the top "
-                "level, or has no 'params' next to it. Pass one dict of variables, {'params': …, "
-                "'_overwrite_with_gradient': …}. For several models use one TrainState each, or one module "
-                "around them."
+                "The optimizer would see FP8 scaling state, because params is not one dict of variables, "
+                "{'params': …, '_overwrite_with_gradient': …}. For several models use one TrainState each, "
+                "or one module around them."
             )
-        if not isinstance(apply_fn, _MergingApply):
-            apply_fn = _MergingApply(apply_fn)
-        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(optimized), **kwargs)
+        merging, opt_state = _MergingApply(apply_fn), tx.init(optimized)
+        return cls(step=0, apply_fn=merging, params=params, tx=tx, opt_state=opt_state, **kwargs)

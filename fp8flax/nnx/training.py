@@ -14,33 +14,51 @@ from flax import nnx
 from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_optimizer
-from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max
+from fp8flax._core.state.tree import enter, from_max, leave
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import check_model, is_node, set_state, state_of
 
 
+class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
+    """Scaling state in a gradient, where it counts as the gradient of a parameter, too.
+
+    Otherwise ``nnx.Optimizer.update`` would leave the state out, and it would never change. With this type
+    it raises an error, because the model has no such parameter.
+    """
+
+
+def _mark(grads: Any) -> Any:
+    """Returns gradients whose scaling state has the type ``_StateGradient``."""
+
+    def mark(x: Any) -> Any:
+        return _StateGradient(x.get_value()) if isinstance(x, OverwriteWithGradient) else x
+
+    return jax.tree.map(mark, grads, is_leaf=is_node)
+
+
 @contextmanager
-def _replaced(nodes: Sequence[Any], f: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which the scaling state of models is replaced by ``f`` of it."""
-    before = []
+def _entered(nodes: Sequence[Any], states: Sequence[Any]) -> Iterator[None]:
+    """A context in which models hold digests in the place of the scales of their ``states``."""
+    before = [state_of(node) for node in nodes]
     try:
-        for node in nodes:
-            before.append((node, state_of(node)))
-            set_state(node, f(before[-1][1]))
+        for node, state in zip(nodes, states):
+            set_state(node, enter(state))
         yield
     finally:
-        # Restored in reverse order, because models may share modules.
-        for node, state in reversed(before):
+        for node, state in zip(nodes, before):
             set_state(node, state)
 
 
-def _as_in(new: Any, old: Any) -> Any:
-    """Returns the part of ``old`` at the paths of ``new``: NNX returns a shared module's gradient once."""
-    flat = nnx.traversals.flatten_mapping(old)
-    kept = {path: flat[path] for path in nnx.traversals.flatten_mapping(new)}
-    return nnx.traversals.unflatten_mapping(kept) if kept else new
+def _left(state: Any, gradient: Any) -> Any:
+    """Returns the gradient of a model, with the next state as the gradient of its ``state``."""
+    cotangents, flat = state_of(gradient), nnx.traversals.flatten_mapping(state)
+    # NNX returns the gradient of a module that two arguments share once.
+    paths = nnx.traversals.flatten_mapping(cotangents)
+    own = nnx.traversals.unflatten_mapping({path: flat[path] for path in paths if path in flat})
+    set_state(gradient, leave({**cotangents, **own}, cotangents))
+    return _mark(gradient)
 
 
 def _without_max_dtype(tree: Any) -> Any:
@@ -64,11 +82,9 @@ def value_and_grad(
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
     The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
-    keeps its state until ``Optimizer.update`` or ``overwrite_state``. An ``nnx.Optimizer`` alone leaves the
-    state as it is, without an error.
-
-    The arguments are those of ``nnx.value_and_grad``. The gradient of a model is an ``nnx.State``, which
-    always has the variables of ``OverwriteWithGradient``.
+    keeps its state until ``Optimizer.update`` or ``overwrite_state``. The gradient of a model always has
+    the variables of ``OverwriteWithGradient``, so ``nnx.Optimizer.update`` refuses it: its keys are not
+    those of the parameters.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -85,46 +101,35 @@ def value_and_grad(
 
     Source: signature of ``nnx.value_and_grad``.
     """
-    single = not isinstance(argnums, Sequence)
-    wanted: list[Any] = [argnums] if single else list(argnums)  # type: ignore[arg-type]
-    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
-    positions = [d.argnum for d in wanted]
-    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted]
-
-    @functools.wraps(f)
-    def merged_f(*args: Any, **kwargs: Any) -> Any:
-        with _replaced([args[i] for i in positions], merge_by_max):
-            out = f(*args, **kwargs)
-        # A module may keep or return state that it read here, which must not have the dtype of the merge.
-        _without_max_dtype((args, kwargs))
-        return _without_max_dtype(out)
-
-    nnx_value_and_grad = nnx.value_and_grad(
-        merged_f,
-        argnums=with_state[0] if single else tuple(with_state),
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
-        graph=True,
-        graph_updates=True,
-    )
+    differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
+    wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
+    with_state = tuple(nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted)
 
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        nodes = [args[i] for i in positions]
-        # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
-        with _replaced(nodes, from_max):
-            old = [state_of(node) for node in nodes]
-            with differentiating():
-                value, grads = nnx_value_and_grad(*args, **kwargs)
-        for before, after in zip(old, [grads] if single else grads):
-            new = state_of(after)
-            set_state(after, kept_tree(_as_in(new, before), new))
-        return value, grads
+        nodes = [args[d.argnum] for d in wanted]
+        # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
+        states = [from_max(state_of(node)) for node in nodes]
+        nnx_value_and_grad = nnx.value_and_grad(
+            f,
+            argnums=with_state,
+            has_aux=has_aux,
+            holomorphic=holomorphic,
+            # JAX takes the dtype that merges by maximum for an integer.
+            allow_int=allow_int or any(state[OVERWRITE_WITH_GRADIENT] for state in states),
+            # Only graph mode has filters that choose what is differentiated; nnx.set_graph_mode is ignored.
+            graph=True,
+            graph_updates=True,
+        )
+        with _entered(nodes, states), differentiating():
+            value, grads = nnx_value_and_grad(*args, **kwargs)
+            # A module may keep or return state that it read, which must not have the dtype of the merge.
+            value, _ = _without_max_dtype((value, (args, kwargs)))
+        grads = tuple(map(_left, states, grads))
+        return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     return value_and_grad_f
 
@@ -169,7 +174,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
     @functools.wraps(f)
     def accumulated(model: Any, microbatches: Any) -> Any:
-        check_model(model, "accumulate_gradients", " The order is (model, microbatches).")
+        check_model(model, " The order is (model, microbatches).")
         graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
         params, scaling, rest = states
 
@@ -182,21 +187,16 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: scaling}
         value, grads, rest = accumulate(of_variables, variables, rest, microbatches, has_aux)
         nnx.update(model, rest)
-        return value, nnx.merge_state(*grads.values())
+        return value, _mark(nnx.merge_state(*grads.values()))
 
     return accumulated
 
 
 _REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
-_WHAT_TO_CALL = (
-    "Compute gradients with fp8flax.nnx.value_and_grad, and change only the gradients of the parameters, "
-    "nnx.state(grads, nnx.Param)."
-)
-
 
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
-    """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
+    """Replaces the scaling state of a model by its gradient, in a loop without our ``Optimizer``.
 
     ``grads`` are those that ``value_and_grad`` returned for the model.
 
@@ -216,11 +216,8 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 
     Source: the guide of ``flax.linen.fp8_ops``, which overwrites a collection.
     """
-    check_model(model, "TrainState")
-    old, new = state_of(model), state_of(grads)
-    if old[OVERWRITE_WITH_GRADIENT] and not new[OVERWRITE_WITH_GRADIENT]:
-        raise ValueError(f"grads have no scaling state, so the model's would never change. {_WHAT_TO_CALL}")
-    set_state(model, checked_next_state(old, new, _WHAT_TO_CALL))
+    check_model(model)
+    set_state(model, checked_next_state(state_of(model), state_of(grads)))
 
 
 class Optimizer(nnx.Optimizer):
@@ -248,15 +245,10 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
         check_optimizer(tx)
-        check_model(model, "TrainState")
-        if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
-            raise ValueError(
-                f"The optimizer would see FP8 scaling state, because wrt={wrt!r} includes it. Leave it "
-                "out: wrt=nnx.Param, or nnx.All(…, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
-            )
+        check_model(model)
         super().__init__(model, tx, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``."""
         overwrite_state(model, grads)
-        return super().update(model, grads, **kwargs)
+        return super().update(model, nnx.state(grads, nnx.Not(OverwriteWithGradient)), **kwargs)

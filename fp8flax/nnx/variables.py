@@ -18,12 +18,11 @@ def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def check_model(model: Any, function: str, more: str = "") -> None:
+def check_model(model: Any, more: str = "") -> None:
     """Raises ``TypeError`` if a value has no module or variable of NNX, but is for instance a Linen model.
 
     Args:
         model: the value that was passed as a model. It may also be an ``nnx.State`` or a tuple of models.
-        function: the name of our function in ``fp8flax``.
         more: what to do, as a sentence that begins with a space.
     """
     nodes = jax.tree.leaves(model, is_leaf=is_node)

@@ -17,17 +17,16 @@ X = jnp.ones((2, 4))
 class Stack(nn.Module):
     dot_general_cls: object
     layers: int
-    features: int
 
     @nn.compact
     def __call__(self, x):
         for i in range(self.layers):
-            x = nn.Dense(self.features, dot_general_cls=self.dot_general_cls, name=f"d{i}")(x)
+            x = nn.Dense(4, dot_general_cls=self.dot_general_cls, name=f"d{i}")(x)
         return x
 
 
-def make(dot_general_cls, layers=2, features=4):
-    return Stack(dot_general_cls, layers, features)
+def make(dot_general_cls, layers=2):
+    return Stack(dot_general_cls, layers)
 
 
 PLAIN, FP8 = make(None), make(fp8.Fp8DotGeneralOp)
@@ -133,11 +132,7 @@ class TestAnotherLength:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("input_scale", (2,)),
-        ("kernel_amax_history", (2, 1024)),
-        ("kernel_amax_history", ()),
-    ],
+    [("input_scale", (2,)), ("kernel_amax_history", (2, 1024)), ("kernel_amax_history", ())],
 )
 def test_state_of_another_shape_is_refused(name, shape):
     variables, bad = FP8.init(jax.random.key(0), X), FP8.init(jax.random.key(0), X)
@@ -161,20 +156,6 @@ def test_state_of_another_number_of_layers_is_refused(layers, length):
     jax.tree.map(np.testing.assert_array_equal, result, variables)
 
 
-def test_boxed_parameters():
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-    model = nn.Dense(4, kernel_init=init, dot_general_cls=fp8.Fp8DotGeneralOp)
-    boxed = model.init(jax.random.key(0), X)
-    for params in (boxed["params"], nn.meta.unbox(boxed["params"])):
-        assert OWG in fp8.add_fp8_state({"params": params}, model, X)
-
-
-def test_errors():
+def test_a_model_that_needs_no_state():
     variables = PLAIN.init(jax.random.key(0), X)
     assert fp8.add_fp8_state(variables, PLAIN, X) is variables
-    with pytest.raises(ValueError, match=r"\['bias'\] .* missing"):
-        fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=3), X)
-    with pytest.raises(ValueError, match="no such parameter"):
-        fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
-    with pytest.raises(ValueError, match=r"\(4,\).*\(5,\)"):
-        fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, features=5), X)

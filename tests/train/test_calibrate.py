@@ -274,7 +274,7 @@ class TestRefused:
         ("fun", "variables", "batches", "match"),
         [
             (MODEL.apply, {"params": VARIABLES["params"]}, [X], "nothing to calibrate"),
-            (MODEL.apply, VARIABLES, [], "batches is empty"),
+            (MODEL.apply, VARIABLES, [], "batches were empty"),
             (lambda v, x: x, VARIABLES, [X], "No FP8 layer"),
         ],
     )

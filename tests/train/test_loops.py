@@ -175,8 +175,8 @@ class TestCheckState:
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
-            ("input_scale", lambda a: 0 * a, "has a scale that is not positive"),
-            ("kernel_scale", lambda a: jnp.nan * a, "has a scale that is not positive"),
+            ("input_scale", lambda a: 0 * a, "scale is not positive"),
+            ("kernel_scale", lambda a: jnp.nan * a, "scale is not positive"),
             ("input_amax_history", lambda a: -a, "negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "not finite"),
         ],
@@ -185,16 +185,13 @@ class TestCheckState:
         variables = trained()
         op_of(variables)[leaf] = change(op_of(variables)[leaf])
         role = leaf.partition("_")[0]
-        with pytest.raises(ValueError, match=rf"\n- {FIRST}{role}_amax_history .*{message}"):
+        with pytest.raises(ValueError, match=rf"{FIRST}{role}_amax_history .*{message}"):
             fp8.check_state(variables)
 
     def test_two_steps_are_no_step(self):
         """A correct loop that calls ``check_state`` after two steps gets a short message about that."""
-        with pytest.raises(ValueError, match="`before` must be exactly one step earlier") as error:
+        with pytest.raises(ValueError, match="of 5 more.*`before` must be exactly one step earlier"):
             fp8.check_state(trained(4), before=trained(2))
-        *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
-        assert len(listed) == 5
-        assert rest == "- and 1 more."
 
     def test_a_state_that_never_moved(self):
         with pytest.raises(ValueError, match="No history has moved"):
@@ -334,14 +331,14 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
         variables = {**variables, OWG: gradient(variables, (1.0 + i) * X)[OWG]}
         average = optax.incremental_update(variables, average, 0.1)
     fp8.check_state(variables)
-    with pytest.raises(ValueError, match="a scale that does not follow from its history"):
+    with pytest.raises(ValueError, match="a scale does not follow from its history"):
         fp8.check_state(average)
     with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
         fp8.add_fp8_state(average, model, X)
     with pytest.warns(UserWarning, match="scaling state .*input_amax_history .* is not what training"):
         fp8.freeze(model, average, X)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "The scaling state")
+        warnings.filterwarnings("error", "The FP8 scaling state")
         fp8.add_fp8_state(variables, model, X)
         fp8.freeze(model, variables, X)
 

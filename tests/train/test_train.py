@@ -198,6 +198,16 @@ class TestMergeByMax:
         grads = wrap(fp8.grad(lambda v: 0.5 * (mse(v, X) + mse(v, 3 * X))))(variables)
         assert_trees_close(grads, gradient(variables, jnp.concatenate([X, 3 * X])))
 
+    def test_a_gradient_inside_of_the_loss(self):
+        """As in first-order MAML: the next state is that of the outer gradient."""
+
+        def loss(v):
+            inner = fp8.grad(mse)({**v, "params": VARIABLES["params"]}, 3 * X)["params"]
+            return mse({**v, "params": jax.tree.map(jnp.subtract, v["params"], inner)}, X)
+
+        state = jax.jit(fp8.grad(loss))(VARIABLES)
+        assert leaf_of(state, "input_amax_history", "first")[0] == np.max(np.abs(X))
+
     def test_stacked_layers_that_read_their_states_by_hand(self):
         """A layer of a user reads the state without an op of this package, and not all of it."""
 
@@ -465,7 +475,7 @@ class TestTrainState:
             ({"params": grads["params"]}, ValueError, f"has no '{OWG}'"),
             (grads["params"], ValueError, "has no 'params'"),
             ({**grads, OWG: {"first": grads[OWG]["first"]}}, ValueError, "structure"),
-            ({**grads, OWG: narrow}, TypeError, "first/Fp8DotGeneralOp_0/input_amax_history"),
+            ({**grads, OWG: narrow}, TypeError, "first/Fp8DotGeneralOp_0/input_scale must be float32"),
         ):
             with pytest.raises(error, match=match):
                 state.apply_gradients(grads=wrong)

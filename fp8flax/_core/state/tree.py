@@ -22,8 +22,7 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, digests, is_state_dtype, kept_state, next_states
+from fp8flax._core.state.state import ScalingState, digests, is_state_dtype, next_states
 
 # Finding the state in a tree.
 
@@ -199,39 +198,3 @@ def leave(tree: Any, cotangents: Any) -> Any:
 def from_max(tree: Any) -> Any:
     """Casts every leaf of ``tree`` that merges by maximum back to float32."""
     return jax.tree.map(from_max_dtype, tree)
-
-
-# The state after a step.
-
-
-def new_leaves(old: Any, new: Any) -> list[Any]:
-    """Returns the leaves of the gradient of ``old``, with scaling state in float32; see ``kept_tree``."""
-    paths, old_leaves, treedef = flatten(old)
-    leaves = treedef.flatten_up_to(from_max(new))
-    for path, found, before, after in zip(paths, find_state(paths), old_leaves, leaves):
-        if found:
-            check_state_dtype(path, after)
-            if after.shape != before.shape:
-                raise ValueError(
-                    f"The scaling state at {path_str(path)} has shape {before.shape}, its new value "
-                    f"{after.shape}. Pass the gradient with respect to the same variables."
-                )
-    return leaves
-
-
-def kept_tree(old: Any, new: Any) -> Any:
-    """Returns the next state, with the old state wherever the new one is not usable, see ``kept_state``.
-
-    ``old`` is a tree of variables before the step, ``new`` the gradient with respect to it. Other leaves
-    are taken from ``new``. ``_train.check.checked_next_state`` also checks that a step can make ``new``.
-
-    Raises:
-        TypeError: a leaf of scaling state in ``new`` is not float32.
-        ValueError: the structures or the shapes of the scaling state differ.
-    """
-    paths, old_leaves, treedef = flatten(old)
-    places, leaves = Places.of(paths, old_leaves), new_leaves(old, new)
-    places.put(
-        leaves, each_alike(kept_state, places.states(old_leaves), places.states(leaves), in_parts=True)
-    )
-    return treedef.unflatten(leaves)
