@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -37,9 +36,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
     Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
 
-    A frozen Linen model's ``init`` returns a fresh KV cache, and random parameters in the shapes and dtypes
-    of those returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into. For
-    NNX, call ``freeze`` under ``nnx.eval_shape``.
+    A frozen Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model. For a
+    target to restore a checkpoint into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -56,8 +54,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
-        ValueError: ``model`` is frozen, no FP8 op ran, layers share parameters but no state, all kernels of
-            an NNX model stay wide, or FP8 is switched off here.
+        ValueError: ``model`` is frozen, no FP8 op ran, layers share parameters but no state, or FP8 is
+            switched off here.
         TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping; or
             ``weight_only`` is not a bool.
 
@@ -84,19 +82,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
             "model must be a model in training; it is frozen already. Pass the original model, or write "
             "the frozen one with save_safetensors."
         )
-    wide: dict[str, str] = {}
-    fresh: list[str] = []
-    frozen = front.freeze(model, args, kwargs, weight_only, wide, fresh)
-    if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
-        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=2)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call calibrate before freeze.",
-            stacklevel=2,
-        )
-    return frozen
+    return front.freeze(model, args, kwargs, weight_only)
 
 
 def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
