@@ -42,8 +42,6 @@ class Quantizer:
         has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
         serves_both: whether the codes for one GEMM of a tensor also serve its other GEMM, which contracts
             other dimensions. Otherwise the wide tensor is quantized twice.
-        strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
-            ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of contracted elements that share a float32 scale; None for other scales.
     """
 
@@ -52,7 +50,6 @@ class Quantizer:
     needs_state: ClassVar[bool] = False
     scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[Any] = False
-    strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
@@ -127,7 +124,6 @@ class DelayedQuantizer(Quantizer):
 
     needs_state: ClassVar[bool] = True
     has_one_scale: ClassVar[bool] = True
-    strategy: ClassVar[str] = "tensor"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,10 +180,6 @@ class CurrentQuantizer(Quantizer):
     @property
     def has_one_scale(self) -> bool:
         return self.granularity == "tensorwise"
-
-    @property
-    def strategy(self) -> str:
-        return "tensor" if self.has_one_scale else "channel"
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
@@ -267,10 +259,6 @@ class BlockQuantizer(Quantizer):
     def has_mx_scales(self) -> bool:
         """Returns whether the units of Blackwell GPUs can multiply by the scales."""
         return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
-
-    @property
-    def strategy(self) -> str | None:
-        return "block" if self.block == (128, 128) else None
 
     @property
     def scale_columns(self) -> int | None:

@@ -207,11 +207,14 @@ class ServingCall(Call):
             )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
         given = _leaves(nn.meta.unbox(params))
-        codes = {op.path: op for op in self._ops.values() if op.kernel in given}
-        wide = {op.kernel: jnp.full_like(given[op.kernel], jnp.inf, op.dtype) for op in codes.values()}
+        wide = dict[Path, Any]()
         # The only parameters of an op are its scales.
-        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
-        served = scales | {(*path, CODES): given[op.kernel] for path, op in codes.items()}
+        served = scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        for op in self._ops.values():
+            if op.kernel is not None and op.kernel in given:
+                codes = given[op.kernel]
+                served = served | {(*op.path, CODES): codes}
+                wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
         params = _replaced(params, wide, {}, scales)
         return merged({PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served)}, SERVED)
 

@@ -37,7 +37,7 @@ from fp8flax._serve.stored_op import (
     freeze_ops,
 )
 from fp8flax._train.check import warn_if_damaged
-from fp8flax.nnx.models import Found, layers_of
+from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
 
@@ -127,30 +127,27 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
         for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()
     }
     rest = {keys: op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
-    are_seen = [layers[path].op for path in seen]
-    unseen = ["/".join(map(str, keys)) for keys, op in rest.items() if op not in are_seen]
+    are_seen = {id(layers[path].op) for path in seen}
+    unseen = ["/".join(map(str, keys)) for keys, op in rest.items() if id(op) not in are_seen]
     ops, codes, scales = freeze_ops(seen, read, kernels, state, weight_only, unseen)
     for op in rest.values():
         op._reason = ""  # report takes only models that quantize_model returned
         if weight_only:
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
-    for op in ops:
-        if op.kernel is not None:
-            site = layers[op.path].site
-            setattr(site.module, site.name, nnx.data(FrozenOp(site.op, op, site.path, scales)))
-            site.module.kernel = Frozen(codes[op.kernel])
-            _let_kernel_pass(site.module, op.dtype)
+    for served in ops:
+        if served.kernel is not None:
+            site = layers[served.path].site
+            setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
+            site.module.kernel = Frozen(codes[served.kernel])
+            _let_kernel_pass(site.module, served.dtype)
     return copy
 
 
-def _layers_of(model: nnx.Module) -> dict[Path, Found]:
-    """Returns the layers that have an FP8 op, by the paths of their ops."""
+def _layers_of(model: nnx.Module) -> dict[Path, Any]:
+    """Returns the layers (``Found``) that have an FP8 op, by the paths of their ops."""
     paths = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
-    return {
-        (*paths[id(layer.module)], layer.site.name): layer
-        for layer in layers_of(model)
-        if layer.op is not None
-    }
+    layers = [layer for layer in layers_of(model) if layer.op is not None]
+    return {(*paths[id(layer.module)], layer.site.name): layer for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,51 +180,46 @@ def _traced(
 ) -> tuple[dict[Path, SeenOp], set[Path]]:
     """Traces the model.
 
-    Returns the ops of the layers that run, and the kernels of those layers that multiply by anything but
-    their own kernel, or whose kernel anything else reads or changes.
+    Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
+    are, or that anything else reads or changes.
     """
     copy = nnx.clone(model)
-    layers = _layers_of(copy)
-    seen, read = dict[Path, SeenOp](), set[Path]()
+    seen = dict[Path, SeenOp]()
+    marks: dict[Path, Path] = {}
+    """The mark of each kernel: its path, or another one if several layers share the kernel."""
     got: dict[int, tuple[Any, Path]] = {}
     """By the identity of each value that a kernel has had: the value, and the mark of the kernel."""
-    changed: set[Path | None] = set()
-    """The marks of the kernels that the model sets."""
+    read: set[Path | None] = set()
+    """The marks of the kernels that something else reads or changes."""
 
     def on_get(kernel: Any, value: Any) -> Any:
         got[id(value)] = value, kernel.get_metadata(_MARK)
         return value
 
     def on_set(kernel: Any, value: Any) -> Any:
-        changed.add(kernel.get_metadata(_MARK))
+        read.add(kernel.get_metadata(_MARK))
         return value
 
-    def record(
-        path: Path, found: SeenOp, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
-    ) -> jax.Array:
-        (kernel,) = found.kernel_paths
-        origin = Origin((Source(kernel, rhs.shape),), ())
+    def record(path: Path, found: SeenOp, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> jax.Array:
         shapes = (jax.ShapeDtypeStruct(x.shape, lhs.dtype) for x in (lhs, rhs))
-        seen[path] = found._replace(kernel=origin, args=(*shapes, *arguments))
+        seen[path] = found._replace(args=(*shapes, *rest))
         _, mark = got.get(id(rhs), (None, None))
-        if mark != marks[kernel]:
-            read.add(kernel)
-        return found.row.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *arguments, **keywords)
+        if mark != marks[path]:
+            read.add(marks[path])
+        return found.row.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *rest, **keywords)
 
-    kernels: dict[Path, Any] = {}
-    for path, layer in layers.items():
-        recipe, row, name = layer.op._recipe_in_use(), layer.site.op, (*path[:-1], "kernel")
-        if recipe is None:
+    for path, layer in _layers_of(copy).items():
+        site, recipe, num_stacked = layer.site, layer.op._recipe_in_use(), len(layer.stacked)
+        if recipe is None:  # FP8 is switched off
             continue
-        kernel = kernels[name] = layer.module.kernel
-        _let_kernel_pass(layer.module, kernel.get_value().dtype)
-        kernel.set_metadata(**{_MARK: name}, on_get_value=on_get, on_set_value=on_set)
-        found = SeenOp(
-            row, recipe.gemms, Origin((Source(name, ()),), ()), (), (*range(len(layer.stacked)),)
-        )
-        setattr(layer.module, layer.site.name, nnx.static(calling(row.call, partial(record, path, found))))
-    # Layers that share a kernel have one mark.
-    marks = {name: kernel.get_metadata(_MARK) for name, kernel in kernels.items()}
+        name, variable = (*path[:-1], "kernel"), site.module.kernel
+        kernel = variable.get_value()
+        marks[path] = _mark_of(variable) or name
+        variable.set_metadata(**{_MARK: marks[path]}, on_get_value=on_get, on_set_value=on_set)
+        _let_kernel_pass(site.module, kernel.dtype)
+        origin = Origin((Source(name, kernel.shape[num_stacked:]),), ())
+        found = SeenOp(site.op, recipe.gemms, origin, (), tuple(range(num_stacked)))
+        setattr(site.module, site.name, nnx.static(calling(site.op.call, partial(record, path, found))))
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
 
@@ -244,8 +236,8 @@ def _traced(
         program = jax.make_jaxpr(call)(state, arrays)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
-    changed.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)
-    return seen, read | {name for name, mark in marks.items() if mark in changed}
+    read.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)
+    return seen, {(*path[:-1], "kernel") for path, mark in marks.items() if mark in read}
 
 
 def _mark_of(x: Any) -> Path | None:

@@ -194,7 +194,7 @@ def test_torchao(tmp_path):
     expected = in_blocks(UP, scales_of(1, 200, 1), 1, 300)
     np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
     for name, array in (("a.weight", UP), ("a._weight_qdata", UP.view(np.int8))):
-        with pytest.raises(ValueError, match=r"'a\.weight' (is there twice|must have codes in FP8)"):
+        with pytest.raises(ValueError, match=r"'a\.weight' must have codes"):
             fp8.read_checkpoint(write(tmp_path / "b", {**tensors, name: array}))
 
 
@@ -369,9 +369,6 @@ def test_headers_that_are_too_long(tmp_path):
         ({"weight": UP, "weight_scale": np.int32([1])}, r"scale of 'a\.weight' is int32"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_scale_inv": RAGGED}, "one tensor of scales"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_zero_point": RAGGED}, "'a.weight_zero_point'"),
-        ({"weight": MX, "weight_scale": scales_of(0, 1)}, r"'a\.weight_scale' belongs"),
-        ({"weight_packed": MX}, r"'a\.weight_packed' belongs"),
-        ({"weight_scale": scales_of(0, 1)}, r"'a\.weight_scale' belongs"),
     ],
 )
 def test_scales_that_are_refused(tensors, message, tmp_path):
@@ -384,7 +381,6 @@ def test_scales_that_are_refused(tensors, message, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
         ({"weight_block_size": [0, 128]}, "size of a block"),
         ({"weight_block_size": "128"}, "cannot be read"),
         (compressed("block", block_structure="9" * 5000 + "x1"), "cannot be read"),
