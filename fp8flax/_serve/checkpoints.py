@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +41,15 @@ DTYPES = {
 
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
-# The formats differ in the names of tensors, and in where the size of a block is declared.
+# The formats differ in the names of tensors.
 _SCALES = ("_scale", "_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
 _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
-_MX, _SQUARE = (1, 32), (128, 128)
+_WIDTHS = (16, 32, 64, 128)
+"""The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
@@ -112,12 +112,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     so they cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
-    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
+    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``. The
+    shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along a dimension.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and its files. The ``config.json`` of a folder gives the size
-            of blocks.
+            ``model.safetensors.index.json`` and its files.
 
     Returns:
         Arrays and quantized tensors by their names in the files.
@@ -146,10 +146,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
     """
     path = Path(path)
-    if not path.is_dir():
-        return _entries(path, _read_file(path), [])
-    blocks = _declared_blocks(path / "config.json")
-    return _entries(path, _read_folder(path), blocks)
+    return _entries(path, _read_folder(path) if path.is_dir() else _read_file(path))
 
 
 # Folders of files.
@@ -186,40 +183,7 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
 # The description of the format.
 
 
-def _declared_blocks(where: Path) -> list[tuple[int, int]]:
-    """Returns the sizes of blocks in a ``config.json``; raises for weights of other kinds."""
-    config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
-    if config is None:
-        return []
-    try:
-        sparsity = config.get("sparsity_config") or {}
-        groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-        blocks = [config.get("weight_block_size"), *map(_block_of, groups)]
-        is_dense = sparsity.get("format", "dense") == "dense" and not config.get("transform_config")
-        found = [(int(rows), int(columns)) for rows, columns in filter(None, blocks)]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
-    if not is_dense:
-        raise ValueError(
-            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
-            "weights. Save the model without it."
-        )
-    if any(min(block) < 1 for block in found):
-        raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {found}.")
-    return found
-
-
-def _block_of(weights: dict[str, Any]) -> Any:
-    """Returns the size of a block in the description of a group of compressed-tensors, or None."""
-    structure, size = weights.get("block_structure"), weights.get("group_size")
-    if weights.get("strategy") == "group" and size is not None:
-        return [1, size]
-    return structure.split("x") if isinstance(structure, str) else structure
-
-
-def _entries(
-    where: Path, tensors: Mapping[str, np.ndarray], declared: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
+def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
     entries: dict[str, Any] = {}
     parts: set[str] = set()
@@ -242,7 +206,7 @@ def _entries(
             )
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
         used = [*scales, *[one for one in inputs if one in tensors][:1]]
-        entries[name] = _quantized(where, name, declared, codes, *(tensors[one] for one in used))
+        entries[name] = _quantized(where, name, codes, *(tensors[one] for one in used))
         parts |= {key, *used} - {name}
     in_order = {name: entries.get(name, tensors.get(name)) for name in [*tensors, *entries]}
     return {name: entry for name, entry in in_order.items() if name not in parts}
@@ -251,7 +215,6 @@ def _entries(
 def _quantized(
     where: Path,
     name: str,
-    declared: Sequence[tuple[int, ...]],
     codes: np.ndarray,
     scale: np.ndarray,
     input_scale: np.ndarray | None = None,
@@ -266,27 +229,27 @@ def _quantized(
             "E8M0."
         )
     counts = scale.shape
-    if len(counts) == 4 and len(shape) == 2:  # ModelOpt's blocks
-        counts = counts[:1] + counts[2:3] if counts[1] == counts[3] == 1 else counts
+    if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
+        counts = counts[::2]
     counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
-    whole = [max(1, n) for n in shape]
-    # Blocks of two dimensions; or, along each dimension, one scale for each element or for all of them.
-    blocks = [(*(1,) * (len(shape) - 2), *block) for block in declared or (_MX, _SQUARE)]
-    choices = [*(blocks if len(shape) > 1 else ()), *itertools.product(*({1, n} for n in whole))]
-    fitting = [b for b in choices if counts == tuple(-(-n // size) for n, size in zip(shape, b))]
-    # Blocks that differ only where they are larger than the weight are the same.
-    found = [*{tuple(map(min, whole, block)): block for block in fitting}.values()]
+    block = tuple(map(_width, shape, counts))
     # A file of MXFP8 may hold the bytes of its scales.
-    is_mx = bool(found) and len(shape) > 1 and set(found[0][:-1]) == {1} and found[0][-1] <= _MX[1]
-    if len(found) != 1 or (is_bytes and not is_mx):
+    is_mx = len(block) > 1 and set(block[:-1]) == {1} and 1 <= block[-1] <= 32
+    if 0 in block or len(counts) != len(shape) or (is_bytes and not is_mx):
         raise ValueError(
             f"{where}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
-            f"{list(shape)}. That is not one scale per tensor, per output feature or per block"
-            + (f" of {declared}." if declared else ".")
-            + " Correct the file, or the block size in config.json."
+            f"{list(shape)}. That is not one scale per tensor, per output feature or per block of "
+            f"{_WIDTHS} elements. Correct the file."
         )
     scale = (scale.view(_E8M0) if is_bytes else scale).reshape(counts)
-    return CheckpointTensor(codes, scale, found[0], input_scale)
+    return CheckpointTensor(codes, scale, block, input_scale)
+
+
+def _width(size: int, count: int) -> int:
+    """Returns the size of the blocks along a dimension that has this number of scales; 0 if none has."""
+    if count in (1, size):
+        return 1 if count == size else size
+    return next((width for width in _WIDTHS if -(-size // width) == count), 0)
 
 
 # Single files.
@@ -312,12 +275,8 @@ def _parsed(text: bytes, where: Path) -> dict[str, Any]:
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped from it."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ImportError(
-            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
-        ) from error
+    import safetensors
+
     try:
         with safetensors.safe_open(path, "np"):
             pass  # the library checks the header
