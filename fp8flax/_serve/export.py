@@ -6,10 +6,10 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.state.tree import path_names
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -89,18 +89,18 @@ def save_safetensors(
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
     ops, variables = described(model, variables)
-    path = Path(path)
+    path = pathlib.Path(path)
     tensors = _tensors_of(ops, jax.tree.map(np.asarray, variables), rename)
     if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
         raise ValueError(
             f"{path.parent} has {index.name}, with which loaders would read the older files that it lists. "
             "Delete the index and those files, or save into another folder."
         )
-    wide = [name.rpartition(".")[0] or name for name, tensor in tensors.items() if tensor.is_wide_kernel]
+    wide = [name.rpartition(".")[0] or name for name, found in tensors.items() if _is_wide_kernel(*found)]
     metadata = {"format": "pt"}  # transformers requires the format
     if (quantization := _quantization_config(ops, wide)) is not None:
         metadata["quantization_config"] = json.dumps(quantization)
-    _write(path, {name: tensor.array for name, tensor in tensors.items()}, metadata)
+    _write(path, {name: array for name, (_, array) in tensors.items()}, metadata)
 
 
 def weights_for_serving(
@@ -132,7 +132,7 @@ def weights_for_serving(
     """
     frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
     tensors = _tensors_of(*described(*(frozen if isinstance(frozen, tuple) else (frozen,))), rename)
-    return {name: tensor.array for name, tensor in tensors.items()}
+    return {name: array for name, (_, array) in tensors.items()}
 
 
 # Names and layouts.
@@ -168,57 +168,49 @@ def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
     return new
 
 
-class Tensor(NamedTuple):
-    """A variable of the model, as it is in the file."""
-
-    path: tuple[str, ...]
-    """The path in the variables; the collection comes first."""
-    array: Any
-    """The array in the file, of NumPy or JAX: the values of the variable, in another order and shape."""
-
-    @property
-    def is_wide_kernel(self) -> bool:
-        """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
-        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
+def _is_wide_kernel(path: Path, array: Any) -> bool:
+    """Returns whether a variable has the name of a layer's kernel, and a dtype other than FP8."""
+    return path[0] == PARAMS and path[-1] == "kernel" and array.dtype.itemsize > 1
 
 
 def _tensors_of(
     ops: Sequence[ServedOp], variables: Mapping[str, Any], rename: Rename | None
-) -> dict[str, Tensor]:
+) -> dict[str, tuple[Path, Any]]:
     """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
 
-    The variables are in collections, without boxes. They are arrays of NumPy or JAX.
+    The variables are in collections, without boxes. They are arrays of NumPy or JAX. The path of each
+    variable, which begins with its collection, comes before its tensor.
     """
-    described = sorted(_named(ops, variables), key=lambda pair: (pair[0], pair[1].path))
-    new_names = new_names_of([name for name, _ in described], rename)
-    found: dict[str, Tensor] = {}
-    for old, tensor in described:
-        name, path, array = new_names[old], "/".join(tensor.path), tensor.array
-        if tensor.is_wide_kernel and is_weight_name(name):
+    own = sorted(_named(ops, variables), key=lambda tensor: tensor[:2])
+    new_names = new_names_of([name for name, *_ in own], rename)
+    found: dict[str, tuple[Path, Any]] = {}
+    for old, path, array in own:
+        name, place = new_names[old], "/".join(path)
+        if _is_wide_kernel(path, array) and is_weight_name(name):
             if array.ndim != 2:
                 raise ValueError(
-                    f"rename makes a weight of {path}, of shape {array.shape}. A wide kernel that becomes "
+                    f"rename makes a weight of {place}, of shape {array.shape}. A wide kernel that becomes "
                     "a weight must have two dimensions: the input and the output. Give this kernel a name "
                     "that ends in 'kernel'."
                 )
-            tensor = tensor._replace(array=array.T)
+            array = array.T
         if name in found:
             raise ValueError(
-                f"{'/'.join(found[name].path)} and {path} would both be {name!r} in the file. "
+                f"{'/'.join(found[name][0])} and {place} would both be {name!r} in the file. "
                 f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
             )
         if array.dtype not in _NAMES:
             raise ValueError(
-                f"{path} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
+                f"{place} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
                 "or convert it."
             )
-        found[name] = tensor
+        found[name] = path, array
     return dict(sorted(found.items()))
 
 
-def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each variable as a tensor, after its own name in the file."""
-    arrays = dict[tuple[str, ...], Any]()
+def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    """Yields the own name in the file, the path and the tensor of each variable."""
+    arrays = dict[Path, Any]()
     for collection, tree in variables.items():
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             arrays[collection, *path_names(keys)] = leaf
@@ -229,19 +221,19 @@ def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[tu
         *module, last = op.kernel
         layer = ".".join(module if last == "kernel" and module else op.kernel)
         path = PARAMS, *op.kernel
-        yield f"{layer}.weight", Tensor(path, _as_matrix(arrays.pop(path), op.layout))
+        yield f"{layer}.weight", path, _as_matrix(arrays.pop(path), op.layout)
         for name in op.scales:
             path = PARAMS, *op.path, name
             if path in arrays:
                 end, scale = _scale_in_file(op, name, arrays.pop(path))
-                yield f"{layer}.{end}", Tensor(path, scale)
+                yield f"{layer}.{end}", path, scale
         path = PARAMS, *module, "bias"
         if last == "kernel" and path in arrays:  # one dimension for all features, as in PyTorch
             bias, num_out = arrays.pop(path), len(op.layout.out)
             bias = _merged(bias, max(0, bias.ndim - num_out), min(bias.ndim, num_out))
-            yield ".".join(path[1:]), Tensor(path, bias)
+            yield ".".join(path[1:]), path, bias
     for path, array in arrays.items():
-        yield ".".join(path[1:] if path[0] == PARAMS else path), Tensor(path, array)
+        yield ".".join(path[1:] if path[0] == PARAMS else path), path, array
 
 
 def _as_matrix(kernel: Any, layout: Layout) -> Any:
@@ -317,7 +309,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     }
 
 
-def _write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file, or leaves an existing one as it is if that fails.
 
     The library would write the metadata in a random order, so that equal models had different files.

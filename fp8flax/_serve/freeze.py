@@ -54,8 +54,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
-        ValueError: ``model`` is frozen, no FP8 op ran, layers share parameters but no state, or FP8 is
-            switched off here.
+        ValueError: ``model`` is frozen, no FP8 op ran, or FP8 is switched off here.
         TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping; or
             ``weight_only`` is not a bool.
 

@@ -8,7 +8,7 @@ The two sides of a frozen model, with the dtype of each array::
       Dense_0/                                      Dense_0/
         kernel               e4m3  ---------+-----    kernel            float32, all Inf
         bias                 float32        |         bias              float32
-        Fp8DotGeneralOp_0/                  |     _fp8_served/
+        Fp8DotGeneralOp_0/                  |     _fp8_state/
           kernel_scale       float32  ---+  |       Dense_0/
           input_scale        float32  -+ |  |         Fp8DotGeneralOp_0/
                                        | |  +-----      codes           e4m3
@@ -20,11 +20,7 @@ the source of the model declares a float32 kernel, and reshapes or transposes it
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
-that collection as they do the parameters.
-
-``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
-ends.
+codes and scales are where a converted model has its scaling state, see ``state_places``.
 
 ``freeze`` finds the ops by a trace of the model. Each op multiplies there by zeros instead of its kernel.
 So if the traced program still needs a kernel after its dead code is removed, something else reads it.
@@ -62,15 +58,11 @@ from fp8flax._serve.stored_op import (
     Path,
     SeenOp,
     ServedOp,
-    check_is_on,
     computed,
     constant,
     freeze_ops,
 )
 from fp8flax._train.check import warn_if_damaged
-
-SERVED = "_fp8_served"
-"""The name of the collection with the arrays of frozen ops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +191,7 @@ class ServingCall(Call):
         self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the right side of the diagram for the left side."""
+        """Returns the right side of the diagram at the top for the left side."""
         if self.is_init:
             raise ValueError(
                 "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
@@ -216,7 +208,7 @@ class ServingCall(Call):
                 served = served | {(*op.path, CODES): codes}
                 wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
         params = _replaced(params, wide, {}, scales)
-        return merged({PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served)}, SERVED)
+        return merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: flax.traverse_util.unflatten_dict(served)})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
@@ -231,7 +223,6 @@ class ServingCall(Call):
         """Computes an op with its stored kernel and its fixed scales."""
         if self.is_apart:
             return compute(lhs, rhs, *rest, **keywords)
-        check_is_on(recipe)
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
@@ -250,7 +241,7 @@ class ServingCall(Call):
         if served.kernel is not None and origin is not None:
             codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
             return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
-        if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
+        if recipe is None or not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
         return compute(lhs, rhs, *rest, frozen=(_fixed_states(gemms, arrays), gemms), **keywords)
 

@@ -23,10 +23,6 @@ from fp8flax._serve.export import Rename, is_weight_name, new_names_of
 Path = tuple[str, ...]
 
 
-class Misfit(Exception):  # noqa: N818
-    """A tensor of the checkpoint cannot become the variable; the text says why."""
-
-
 def load_into(
     variables: Any,
     checkpoint: Mapping[str, Any],
@@ -104,9 +100,10 @@ def load_into(
             )
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
-    for path, (name, is_swapped) in _fits(wanted, checkpoint, rename).items():
-        leaf, array = leaves[path], _values(checkpoint[name], leaves[path].dtype)
-        array = array.swapaxes(-1, -2) if is_swapped else array
+    for path, name in _fits(wanted, checkpoint, rename).items():
+        leaf, tensor = leaves[path], checkpoint[name]
+        array = _values(tensor, leaf.dtype)
+        array = array.swapaxes(-1, -2) if _is_weight(path, name, tensor) else array
         # The array must be copied, because its memory may be a file that is replaced later.
         # ``device_put`` may use the memory of an array of NumPy, even with ``may_alias=False``.
         sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
@@ -127,15 +124,11 @@ def _values(tensor: Any, dtype: Any) -> np.ndarray:
 
 def _fits(
     wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
-) -> dict[Path, tuple[str, bool]]:
-    """Returns the name of the tensor of each variable, and whether its last two dimensions are swapped.
-
-    Raises:
-        ValueError: variables and tensors do not match. The error lists all faults.
-    """
+) -> dict[Path, str]:
+    """Returns the name of the tensor of each variable; raises one error that lists all faults."""
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
-    fits: dict[Path, tuple[str, bool]] = {}
+    fits: dict[Path, str] = {}
     used_by: dict[str, Path] = {}
     missing, wrong = list[str](), list[str]()
     for path, leaf in wanted.items():
@@ -145,13 +138,11 @@ def _fits(
             text = f"{'/'.join(path)} (as {' or '.join(candidates)})"
             (wrong if there else missing).append(text)
             continue
-        (name,) = there
+        name = fits[path] = there[0]
         if (first := used_by.setdefault(name, path)) != path:
             wrong.append(f"{name} is for both {'/'.join(first)} and {'/'.join(path)}")
-        try:
-            fits[path] = name, _is_swapped(path, leaf, name, checkpoint[name])
-        except Misfit as error:
-            wrong.append(f"{'/'.join(path)} from {name}: {error}")
+        if fault := _fault(path, leaf, name, checkpoint[name]):
+            wrong.append(f"{'/'.join(path)} from {name}: {fault}")
     left = [name for name in checkpoint if name not in used_by]
     faults = {"missing from the checkpoint": missing, "left over in it": left, "not matching": wrong}
     if any(faults.values()):
@@ -178,34 +169,33 @@ def _names(path: Path, leaf: Any) -> list[str]:
     return names
 
 
-def _is_swapped(path: Path, leaf: Any, name: str, tensor: Any) -> bool:
-    """Returns whether a tensor is the transposed variable, ``(..., out, in)``.
+def _is_weight(path: Path, name: str, tensor: Any) -> bool:
+    """Returns whether a tensor is a weight ``(..., out, in)``, the transposed variable."""
+    is_quantized = isinstance(tensor, CheckpointTensor)
+    return path[-1] != "embedding" and (is_quantized or (path[-1] == "kernel" and is_weight_name(name)))
 
-    Raises:
-        Misfit: the tensor does not have the shape or the dtype of the variable.
-    """
+
+def _fault(path: Path, leaf: Any, name: str, tensor: Any) -> str:
+    """Returns why a tensor cannot become a variable; empty if it can."""
     is_quantized = isinstance(tensor, CheckpointTensor)
     if not (is_quantized or isinstance(getattr(tensor, "dtype", None), np.dtype)):
-        raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
+        return f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}"
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
     are_wide = _is_wide(leaf.dtype) and (is_quantized or _is_wide(dtype))
     if not are_wide and (is_quantized or dtype != leaf.dtype):
         hint = "; load the original model, and freeze it" if leaf.dtype in FP8_DTYPES else ""
         scales = "with scales" if is_quantized else "without scales"
-        raise Misfit(f"it must be {leaf.dtype}, and is {dtype} {scales}{hint}")
+        return f"it must be {leaf.dtype}, and is {dtype} {scales}{hint}"
     shape, given = tuple(leaf.shape), tuple(tensor.shape)
-    is_weight = is_weight_name(name)
-    if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
+    if not _is_weight(path, name, tensor):
         allowed = [shape]
         if path[-1] == "bias":
             # In the file the features are one dimension, which may follow one dimension of stacked layers.
             allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
-        if given not in allowed:
-            raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
-        return False
-    if len(given) != 2 and not (len(given) > 2 and is_quantized and is_weight):
+        return "" if given in allowed else f"it must have the shape {list(shape)}, and has {list(given)}"
+    if len(given) != 2 and not (len(given) > 2 and is_quantized and is_weight_name(name)):
         # Without scales it may be the kernel of a convolution; with scales, fused experts.
-        raise Misfit(
+        return (
             f"its shape {list(given)} and its name do not show whether it is (..., out, in) or (..., in, "
             "out). Pass a dict with the array that dequantize or NumPy returns, in the order of the "
             "variable, under a name that does not end in weight"
@@ -213,9 +203,8 @@ def _is_swapped(path: Path, leaf: Any, name: str, tensor: Any) -> bool:
     *stack, out, width = given
     dims = shape[len(stack) :]  # first those that a matmul sums over, then those of the output
     ends = itertools.accumulate(dims[:-1], operator.mul)
-    if [*shape[: len(stack)]] != stack or math.prod(dims) != out * width or width not in ends:
-        raise Misfit(f"a weight (out, in) of shape {list(given)} does not become {list(shape)}")
-    return True
+    fits = [*shape[: len(stack)]] == stack and math.prod(dims) == out * width and width in ends
+    return "" if fits else f"a weight (out, in) of shape {list(given)} does not become {list(shape)}"
 
 
 def _is_wide(dtype: Any) -> bool:

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.op_base import MissingStateError
 from fp8flax._core.ops.modes import packed_kernel
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
 from fp8flax._model.param_origin import Origin
@@ -123,7 +124,7 @@ def freeze_ops(
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
             (kernel,), (stacked,) = found.kernel_paths, _stacks(found, params)
-            codes[kernel], own = _stored(path, found, gemms, params[kernel], own, stacked)
+            codes[kernel], own = _stored(found, gemms, params[kernel], own, stacked)
             is_leading = stacked == tuple(range(len(stacked)))
             layout = _layout_of(found, gemms) if is_leading else None
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(params[kernel].dtype))
@@ -206,7 +207,6 @@ def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Arr
 
 
 def _stored(
-    path: Path,
     found: SeenOp,
     gemms: CustomRecipe,
     parameter: Any,
@@ -217,11 +217,6 @@ def _stored(
 
     ``scales`` has the delayed ones. ``stacked`` are the axes of the parameter that stack layers.
     """
-    if any(scale.ndim != 1 + len(stacked) for scale in scales.values()):
-        raise ValueError(
-            f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: one "
-            "frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
-        )
     origin, (lhs, rhs, *arguments) = found.kernel, found.args
     assert origin is not None
 
@@ -290,6 +285,11 @@ def computed(
     **keywords: Any,
 ) -> jax.Array:
     """Returns the result of an op with a plan for the codes of its kernel and its scales."""
+    if recipe_in_use(gemms, gemms) is None:
+        raise ValueError(
+            "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
+            "stored in FP8. Call it outside of that context, or call the original model."
+        )
     codes, scale, input_scale = constant((codes, scales[KERNEL_SCALE], scales.get(INPUT_SCALE)))
     # ``_stored`` gives a scalar scale the shape (1,).
     kernel = QTensor(codes, scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs)
@@ -302,12 +302,3 @@ def computed(
         recipe=gemms,
         **keywords,
     )
-
-
-def check_is_on(recipe: Recipe | None) -> None:
-    """Raises ``ValueError`` if FP8 is switched off where a frozen model runs, so there is no recipe."""
-    if recipe is None:
-        raise ValueError(
-            "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
-            "stored in FP8. Call it outside of that context, or call the original model."
-        )
