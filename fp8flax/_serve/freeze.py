@@ -20,24 +20,22 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     between the ops differently.) Delayed scales become those that the next step would use. Recipes without
     state continue to scale inputs from the current data.
 
-    Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
-    the name of the op. In Linen these are ``params/Dense_0/kernel`` and
-    ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if it is fixed). In NNX they are
-    variables of the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
+    A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
+    at most cast, reshaped or transposed, and nothing else reads it. In NNX the matmul must be that of a
+    layer of Flax. All other kernels stay wide, and their ops quantize them at each call: parts of
+    parameters, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and
+    stacked kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A
+    method of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
-    A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
-    transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
-    kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
-    kernels, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and stacked
-    kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A method
-    of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
+    The scales are beside the kernel, under the name of the op. In Linen the variables are
+    ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if
+    it is fixed); in NNX they have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
+    For a target to restore into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen
+    Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model.
 
     The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
-    times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
-    Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
-
-    A frozen Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model. For a
-    target to restore a checkpoint into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``.
+    times, as a model with the dequantized kernels. Differentiation with respect to FP8 kernels and to
+    scales raises ``TypeError``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
