@@ -54,7 +54,6 @@ from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
-    DAMAGED,
     Path,
     SeenOp,
     ServedOp,
@@ -62,7 +61,6 @@ from fp8flax._serve.stored_op import (
     constant,
     freeze_ops,
 )
-from fp8flax._train.check import warn_if_damaged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +97,6 @@ def freeze(
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
-    warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
     base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
@@ -28,6 +29,7 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
 from fp8flax._model.param_origin import Origin
+from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
@@ -38,8 +40,6 @@ INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "ke
 WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
-DAMAGED = "The frozen scales are computed from it. Call calibrate before freeze."
-"""The advice in the warning about a scaling state that no training leaves."""
 
 
 class SeenOp(NamedTuple):
@@ -97,7 +97,7 @@ def freeze_ops(
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
     """Returns the frozen ops, the codes of their kernels, and their scales.
 
-    Warns about kernels that stay wide, and about scales that have seen no data.
+    Warns about kernels that stay wide, and about scales that have seen no data or that no training leaves.
 
     Args:
         seen: the ops that a trace of the model has found.
@@ -114,6 +114,8 @@ def freeze_ops(
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
             "Call freeze outside of autocast(enabled=False)."
         )
+    advice = "The frozen scales are computed from it. Call calibrate before freeze."
+    warn_if_damaged(unflatten_dict(state), advice, stacklevel=5)
     uses = Counter([*(path for op in seen.values() for path in op.kernel_paths), *read])
     ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
     wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")

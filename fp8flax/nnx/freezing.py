@@ -27,14 +27,12 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve.stored_op import (
-    DAMAGED,
     Path,
     SeenOp,
     ServedOp,
     computed,
     freeze_ops,
 )
-from fp8flax._train.check import warn_if_damaged
 from fp8flax.nnx.models import layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
@@ -113,7 +111,6 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[s
 
 def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
-    warn_if_damaged(state_of(model)[OVERWRITE_WITH_GRADIENT], DAMAGED, stacklevel=4)
     copy: Any = nnx.clone(model)
     layers = _layers_of(copy)
     seen, read = _traced(model, args, kwargs)
