@@ -184,20 +184,27 @@ def test_gradients_of_frozen_models():
         nnx.grad(lambda model: jnp.sum(model(X)), argnums=scales)(frozen)
 
 
+class Scaled(nnx.Linear):
+    """A layer that does not multiply by its kernel as it is."""
+
+    def __call__(self, x):
+        return self.dot_general(x, 2 * self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())))
+
+
 class Tied(nnx.Module):
     """Two layers; something other than the layer itself reads the kernel of the second."""
 
     def __init__(self, how):
         rngs, self.how = nnx.Rngs(0), how
         self.first = nnx.Linear(16, 16, rngs=rngs)
-        self.tied = nnx.Linear(16, 16, rngs=rngs)
+        self.tied = (Scaled if how == "scaled" else nnx.Linear)(16, 16, rngs=rngs)
         self.norm = nnx.WeightNorm(self.tied, rngs=rngs) if how == "WeightNorm" else None
         self.copy = nnx.Variable(jnp.zeros((16, 16)))
 
     def __call__(self, x):
         h = self.first(x)
-        if self.norm is not None:
-            return self.norm(h)
+        if self.how in ("WeightNorm", "scaled"):
+            return (self.norm or self.tied)(h)
         kernel = self.tied.kernel[...]
         if self.how == "restored":
             self.tied.kernel[...] = 2 * kernel
@@ -212,7 +219,7 @@ class Tied(nnx.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["returned", "kept", "restored", "WeightNorm"])
+@pytest.mark.parametrize("how", ["returned", "kept", "restored", "WeightNorm", "scaled"])
 def test_kernels_that_are_read_elsewhere_stay_wide(how):
     model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")
     expected = nnx.clone(model)(X)

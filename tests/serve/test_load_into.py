@@ -68,13 +68,14 @@ def test_own_files(recipe, tmp_path):
             np.testing.assert_array_equal(*kernels)
 
 
-def test_stacked_layers(tmp_path):
-    """A file of layers that ``nn.scan`` stacked loads into the same stack."""
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_layers(axis, tmp_path):
+    """A file of layers that ``nn.scan`` stacked loads into the same stack, if it is along the first axis."""
 
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            scan = nn.scan(Block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)
             return scan(name="layers")(x, None)[0]
 
     class Block(nn.Module):
@@ -86,6 +87,10 @@ def test_stacked_layers(tmp_path):
     model, served = fp8.freeze(model8, variables)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    if axis:
+        kernel = served["params"]["layers"]["dense"]["kernel"]
+        np.testing.assert_array_equal(checkpoint["layers.dense.kernel"], kernel)
+        return
     assert checkpoint["layers.dense.weight"].shape == (3, 64, 64)
     loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
     kernel = served["params"]["layers"]["dense"]
@@ -267,6 +272,11 @@ STACK = {"up.weight": scales_of(0, 2, 3, 3)}
         ),
         (CONV, layer_of(((3, 3, 3, 3),)), "its name do not show"),
         (STACK, layer_of(((2, 3, 3),)), "its name do not show"),
+        (
+            {"up.weight": codes_of(0, 2, 4, 3), "up.weight_scale": scales_of(0, 1)},
+            layer_of(((5, 3, 4),)),
+            "does not become",
+        ),
         ({"up.weight": codes_of(0, 3, 3)}, layer_of(((3, 3),)), "is float8_e4m3fn without scales"),
         ({"up.kernel": np.int32([[1]])}, layer_of(((1, 1),)), "must be float32, and is int32"),
         (
