@@ -144,12 +144,7 @@ def is_weight_name(name: str) -> bool:
 
 
 def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
-    """Returns the new name of each name.
-
-    Raises:
-        TypeError: ``rename`` is neither a mapping nor a callable.
-        ValueError: a pattern matches no name.
-    """
+    """Returns the new name of each name; a pattern that matches no name is an error."""
     if callable(rename):
         return {name: rename(name) for name in names}
     if not (rename is None or isinstance(rename, Mapping)):

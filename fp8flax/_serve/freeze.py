@@ -83,11 +83,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
 
 def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and its variables in collections, as Linen has them.
-
-    Raises:
-        TypeError: ``model`` is not frozen, or the variables of a Linen model are not a mapping.
-    """
+    """Returns the ops of a frozen model, and its variables in collections, as Linen has them."""
     found: tuple[list[ServedOp], dict[str, Any]] = _front_of(model).described(model, variables)
     return found
 

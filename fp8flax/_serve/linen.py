@@ -196,16 +196,15 @@ class ServingCall(Call):
             )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
         given = _leaves(nn.meta.unbox(params))
-        wide = dict[Path, Any]()
         # The only parameters of an op are its scales.
-        served = scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        codes, wide = dict[Path, Any](), dict[Path, Any]()
         for op in self._ops.values():
             if op.kernel is not None and op.kernel in given:
-                codes = given[op.kernel]
-                served = served | {(*op.path, CODES): codes}
-                wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
-        params = _replaced(params, wide, {}, scales)
-        return merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: flax.traverse_util.unflatten_dict(served)})
+                codes[*op.path, CODES] = given[op.kernel]
+                wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
+        served = flax.traverse_util.unflatten_dict(codes | scales)
+        return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""

@@ -102,10 +102,9 @@ def freeze_ops(
     Args:
         seen: the ops that a trace of the model has found.
         read: the kernels that something else than an FP8 op reads.
-        params: the parameters, or the kernels alone.
-        state: the arrays of the scaling state.
-        weight_only: whether to store kernels in FP8, and to keep the matmuls wide.
-        unseen: further ops, whose kernels stay wide because the trace has not found them.
+        params, state: arrays of the model.
+        weight_only: as in ``freeze``.
+        unseen: further ops, which the trace has not found.
     """
     if not seen:
         raise ValueError(

@@ -83,11 +83,7 @@ def is_frozen(model: nnx.Module) -> bool:
 
 
 def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and the values of its variables in collections, as Linen has them.
-
-    Raises:
-        TypeError: nothing in the model is frozen, or there are variables beside it.
-    """
+    """Returns the ops of a frozen model, and the values of its variables; see ``freeze.described``."""
     if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.nnx.freeze")
     if variables is not None:
