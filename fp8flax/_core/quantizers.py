@@ -35,8 +35,6 @@ class Quantizer:
         has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
         serves_both: whether the codes for one GEMM of a tensor also serve its other GEMM, which contracts
             other dimensions. Otherwise the wide tensor is quantized twice.
-        strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
-            ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of contracted elements that share a float32 scale; None for other scales.
     """
 
@@ -45,7 +43,6 @@ class Quantizer:
     needs_state: ClassVar[bool] = False
     scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[Any] = False
-    strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
@@ -120,7 +117,6 @@ class DelayedQuantizer(Quantizer):
 
     needs_state: ClassVar[bool] = True
     has_one_scale: ClassVar[bool] = True
-    strategy: ClassVar[str] = "tensor"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,10 +173,6 @@ class CurrentQuantizer(Quantizer):
     @property
     def has_one_scale(self) -> bool:
         return self.granularity == "tensorwise"
-
-    @property
-    def strategy(self) -> str:
-        return "tensor" if self.has_one_scale else "channel"
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
@@ -258,10 +250,6 @@ class BlockQuantizer(Quantizer):
     def is_exact_in_bfloat16(self) -> bool:
         """Returns whether bfloat16 holds the product of any code and its scale: a power of two."""
         return self.scale != "float32"
-
-    @property
-    def strategy(self) -> str | None:
-        return "block" if self.block == (128, 128) else None
 
     @property
     def scale_columns(self) -> int | None:

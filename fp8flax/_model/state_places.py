@@ -59,10 +59,10 @@ def placed(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return dict(unflatten_dict(named))
 
 
-def merged(variables: Mapping[str, Any], collection: str = OVERWRITE_WITH_GRADIENT) -> dict[str, Any]:
-    """Returns variables as the model sees them, with what a collection holds for the ops."""
+def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns variables as the model sees them, with the state among them."""
     flat = flatten_dict(dict(variables), keep_empty_nodes=True)
-    state = {path: flat.pop(path) for path in list(flat) if path[0] == collection}
+    state = {path: flat.pop(path) for path in list(flat) if path[0] == OVERWRITE_WITH_GRADIENT}
     ndims: dict[Path, list[int]] = defaultdict(list)
     for path, x in state.items():
         ndims[path[:-1]].append(np.ndim(x))

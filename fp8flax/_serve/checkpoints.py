@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,17 +41,15 @@ DTYPES = {
 
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
-# The formats differ in the names of tensors, and in where the size of a block is declared.
-_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
-"""The values of ``quant_method`` in ``config.json`` that are read."""
+# The formats differ in the names of tensors.
 _SCALES = ("_scale", "_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
 _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
-_PARTS = tuple(f"weight{end}" for end in (*_SCALES, *_BESIDE, ".compressed", ".bitmask"))
-_MX, _SQUARE = (1, 32), (128, 128)
+_WIDTHS = (16, 32, 64, 128)
+"""The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
@@ -109,16 +107,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     * ``input_scale``: the fixed scale of the layer's input, or None
     * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
-    The scales are not listed under names of their own. All other tensors are NumPy arrays. Arrays are
-    read-only and mapped from the file, which must not change, so they cost no memory before they are used.
+    The scales are not listed under names of their own. All other tensors are NumPy arrays, also the parts
+    of int8, 4-bit and sparse weights. Arrays are read-only and mapped from the file, which must not change,
+    so they cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
-    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
+    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``. The
+    shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along a dimension.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and its files. The ``config.json`` of a folder gives the size
-            of blocks.
+            ``model.safetensors.index.json`` and its files.
 
     Returns:
         Arrays and quantized tensors by their names in the files.
@@ -126,9 +125,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         OSError: there is no such file, or it cannot be read.
         ImportError: the library ``safetensors`` is not installed.
-        ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
-            weights; a scale has a shape that does not match its weight; or a folder has both a single file
-            and an index. The error names the file or the folder, and the tensor.
+        ValueError: a file is damaged; codes times scales are not the weights; a scale has a shape that does
+            not match its weight; or a folder has both a single file and an index. The error names the file
+            or the folder, and the tensor.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -147,10 +146,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
     """
     path = Path(path)
-    if not path.is_dir():
-        return _entries(path, _read_file(path), [])
-    blocks = _declared_blocks(path / "config.json")
-    return _entries(path, _read_folder(path), blocks)
+    return _entries(path, _read_folder(path) if path.is_dir() else _read_file(path))
 
 
 # Folders of files.
@@ -187,75 +183,31 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
 # The description of the format.
 
 
-def _declared_blocks(where: Path) -> list[tuple[int, int]]:
-    """Returns the sizes of blocks in a ``config.json``; raises if its format is not read."""
-    config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
-    if config is None:
-        return []
-    try:
-        method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
-        groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-        blocks = [config.get("weight_block_size"), *map(_block_of, groups)]
-        is_dense = sparsity.get("format", "dense") == "dense" and not config.get("transform_config")
-        found = [(int(rows), int(columns)) for rows, columns in filter(None, blocks)]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
-    if method not in _METHODS:
-        raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
-    if not is_dense:
-        raise ValueError(
-            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
-            "weights. Save the model without it."
-        )
-    if any(min(block) < 1 for block in found):
-        raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {found}.")
-    return found
-
-
-def _block_of(weights: dict[str, Any]) -> Any:
-    """Returns the size of a block in the description of a group of compressed-tensors, or None."""
-    structure, size = weights.get("block_structure"), weights.get("group_size")
-    if weights.get("strategy") == "group" and size is not None:
-        return [1, size]
-    return structure.split("x") if isinstance(structure, str) else structure
-
-
-def _entries(
-    where: Path, tensors: Mapping[str, np.ndarray], declared: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
+def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
     entries: dict[str, Any] = {}
     parts: set[str] = set()
     """The tensors that belong to the entry of another name."""
-    for key, tensor in tensors.items():
+    for key, codes in tensors.items():
         torchao = _TORCHAO.fullmatch(key)
-        if not torchao and tensor.dtype not in _FLOAT8:
+        if not torchao and codes.dtype not in _FLOAT8:
             continue
         layer, last = torchao.groups() if torchao else ("", "")
         name = f"{layer}{last}" if torchao else key
-        if wrong := [name + end for end in _BESIDE if name + end in tensors]:
-            raise ValueError(
-                f"{where}: {name!r} has {wrong[0]!r} beside it. That format is not read, because codes "
-                "times scales are not its value."
-            )
         candidates = [f"{layer}_{last}_scale"] if torchao else [name + end for end in _SCALES]
         scales = [candidate for candidate in candidates if candidate in tensors]
-        if len(scales) > 1:
-            raise ValueError(f"{where}: {name!r} must have one tensor of scales; it has {scales}.")
         if not scales:
             continue  # such as an embedding that was cast to FP8
-        if name in entries or (torchao and name in tensors):
-            raise ValueError(f"{where}: {name!r} is there twice, as one tensor and in parts.")
+        more = [*scales[1:], *(name + end for end in _BESIDE), *[name] * bool(torchao)]
+        if wrong := [other for other in more if other in tensors]:
+            raise ValueError(
+                f"{where}: {name!r} must have codes and one tensor of scales; it also has {wrong[0]!r}, so "
+                "codes times scales are not its value. Such a file is not read."
+            )
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
         used = [*scales, *[one for one in inputs if one in tensors][:1]]
-        entries[name] = _quantized(where, name, declared, tensor, *(tensors[one] for one in used))
+        entries[name] = _quantized(where, name, codes, *(tensors[one] for one in used))
         parts |= {key, *used} - {name}
-    for name in tensors:
-        if name not in parts and name not in entries and name.endswith(_PARTS):
-            raise ValueError(
-                f"{where}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are not "
-                "read; dequantize them with the library that wrote them."
-            )
     in_order = {name: entries.get(name, tensors.get(name)) for name in [*tensors, *entries]}
     return {name: entry for name, entry in in_order.items() if name not in parts}
 
@@ -263,7 +215,6 @@ def _entries(
 def _quantized(
     where: Path,
     name: str,
-    declared: Sequence[tuple[int, ...]],
     codes: np.ndarray,
     scale: np.ndarray,
     input_scale: np.ndarray | None = None,
@@ -271,47 +222,34 @@ def _quantized(
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:
         raise ValueError(f"{where}: {name!r} must have codes in FP8; they are {codes.dtype}.")
-    is_bytes, given = scale.dtype == np.uint8, scale.shape
-    scale = scale.view(_E8M0) if is_bytes else scale  # a file of MXFP8 may hold the bytes of its scales
-    if scale.dtype != _E8M0 and scale.dtype not in _WIDE:
+    is_bytes, shape = scale.dtype == np.uint8, codes.shape
+    if not (is_bytes or scale.dtype == _E8M0 or scale.dtype in _WIDE):
         raise ValueError(
             f"{where}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 or "
             "E8M0."
         )
-    defaults = [_MX, _SQUARE] if scale.dtype == _E8M0 else [_SQUARE]
-    found = _blocks(codes.shape, given, declared or defaults)
-    block = found.pop() if len(found) == 1 else ()
-    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
-    is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
-    is_clear = len(block) == len(codes.shape) and math.prod(shape) == scale.size
-    if not is_clear or (is_bytes and not is_mx):
+    counts = scale.shape
+    if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
+        counts = counts[::2]
+    counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
+    block = tuple(map(_width, shape, counts))
+    # A file of MXFP8 may hold the bytes of its scales.
+    is_mx = len(block) > 1 and set(block[:-1]) == {1} and 1 <= block[-1] <= 32
+    if 0 in block or len(counts) != len(shape) or (is_bytes and not is_mx):
         raise ValueError(
-            f"{where}: the scale of {name!r} has the shape {list(given)}, and the weight "
-            f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
-            + (f" of {declared}." if declared else ".")
-            + " Correct the file, or the block size in config.json."
+            f"{where}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
+            f"{list(shape)}. That is not one scale per tensor, per output feature or per block of "
+            f"{_WIDTHS} elements. Correct the file."
         )
-    return CheckpointTensor(codes, scale.reshape(shape), block, input_scale)
+    scale = (scale.view(_E8M0) if is_bytes else scale).reshape(counts)
+    return CheckpointTensor(codes, scale, block, input_scale)
 
 
-def _blocks(
-    shape: tuple[int, ...], scale: tuple[int, ...], candidates: Sequence[tuple[int, ...]]
-) -> set[tuple[int, ...]]:
-    """Returns the blocks that explain the shape of a scale; none or several if the shape is not clear."""
-    whole = tuple(max(1, n) for n in shape)
-    if math.prod(scale) == 1 and all(shape):
-        return {whole}
-    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # ModelOpt's blocks
-        scale = (scale[0], scale[2])
-    padded = (*scale, *(1,) * (len(shape) - len(scale)))
-    if len(padded) == len(shape) and all(n in (1, size) for n, size in zip(padded, shape)):
-        return {tuple(1 if n == size else size for n, size in zip(padded, whole))}
-    found = set()
-    for candidate in candidates if len(shape) > 1 else ():
-        block = (*(1,) * (len(shape) - len(candidate)), *candidate)
-        if scale == tuple(-(-n // b) for n, b in zip(shape, block)):
-            found.add(block)
-    return found
+def _width(size: int, count: int) -> int:
+    """Returns the size of the blocks along a dimension that has this number of scales; 0 if none has."""
+    if count in (1, size):
+        return 1 if count == size else size
+    return next((width for width in _WIDTHS if -(-size // width) == count), 0)
 
 
 # Single files.
@@ -337,12 +275,8 @@ def _parsed(text: bytes, where: Path) -> dict[str, Any]:
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped from it."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ImportError(
-            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
-        ) from error
+    import safetensors
+
     try:
         with safetensors.safe_open(path, "np"):
             pass  # the library checks the header

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.state.tree import path_names
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -34,7 +33,6 @@ def save_safetensors(
     variables: Mapping[str, Any] | None = None,
     *,
     rename: Rename | None = None,
-    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a frozen model's variables to a safetensors file for other programs.
 
@@ -54,9 +52,10 @@ def save_safetensors(
     give equal files. ``load_into`` reads the file into a model.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    The metadata of the file contain the matching ``quantization_config``: ``fp8`` for 128×128 blocks,
-    ``compressed-tensors`` for scales per tensor and per output feature. There is no such config for MXFP8,
-    for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one model.
+    The metadata of the file contain the matching ``quantization_config`` for a ``config.json``: ``fp8`` for
+    128×128 blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is no such
+    config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one
+    model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -67,18 +66,14 @@ def save_safetensors(
             wherever it is found in a name, in their order; or a function of one name that returns another.
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
-        config: contents of a ``config.json`` in the folder of ``path``, which loaders read first, as
-            ``to_dict()`` of a transformers config returns it; its ``quantization_config`` becomes that of
-            this model. None writes no such file.
 
     Raises:
         OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``, ``rename`` is neither a mapping nor a function,
-            or JSON cannot hold ``config``.
+        TypeError: ``model`` does not come from ``freeze``, or ``rename`` is neither a mapping nor a
+            function.
         ValueError: two variables would have one name; a variable has a dtype that files do not hold; a
-            pattern matches nothing; a name would be empty; the folder has an index, which would hide the
-            file; a wide kernel that becomes a weight does not have two dimensions; or ``config`` is given,
-            and no ``quantization_config`` describes the model.
+            pattern matches nothing; the folder has an index, which would hide the file; or a wide kernel
+            that becomes a weight does not have two dimensions.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -94,24 +89,18 @@ def save_safetensors(
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
     ops, variables = described(model, variables)
-    path = Path(path)
+    path = pathlib.Path(path)
     tensors = _tensors_of(ops, jax.tree.map(np.asarray, variables), rename)
-    wide = [name.rpartition(".")[0] or name for name, tensor in tensors.items() if tensor.is_wide_kernel]
-    quantization = _quantization_config(ops, wide)
-    text = None if config is None else _config_json(config, quantization)
     if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
         raise ValueError(
             f"{path.parent} has {index.name}, with which loaders would read the older files that it lists. "
             "Delete the index and those files, or save into another folder."
         )
+    wide = [name.rpartition(".")[0] or name for name, found in tensors.items() if _is_wide_kernel(*found)]
     metadata = {"format": "pt"}  # transformers requires the format
-    if quantization is not None:
+    if (quantization := _quantization_config(ops, wide)) is not None:
         metadata["quantization_config"] = json.dumps(quantization)
-    with _replacing(path) as new:
-        _write(new, {name: tensor.array for name, tensor in tensors.items()}, metadata)
-    if text is not None:
-        with _replacing(path.with_name("config.json")) as new:
-            new.write_text(text, encoding="utf-8")
+    _write(path, {name: array for name, (_, array) in tensors.items()}, metadata)
 
 
 def weights_for_serving(
@@ -143,7 +132,7 @@ def weights_for_serving(
     """
     frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
     tensors = _tensors_of(*described(*(frozen if isinstance(frozen, tuple) else (frozen,))), rename)
-    return {name: tensor.array for name, tensor in tensors.items()}
+    return {name: array for name, (_, array) in tensors.items()}
 
 
 # Names and layouts.
@@ -155,96 +144,71 @@ def is_weight_name(name: str) -> bool:
 
 
 def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
-    """Returns the new name of each name.
-
-    Raises:
-        TypeError: ``rename`` is neither a mapping nor a callable.
-        ValueError: a pattern matches no name, or a new name is empty or no string.
-    """
-    new = {name: rename(name) if callable(rename) else name for name in names}
-    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+    """Returns the new name of each name; a pattern that matches no name is an error."""
+    if callable(rename):
+        return {name: rename(name) for name in names}
+    if not (rename is None or isinstance(rename, Mapping)):
         raise TypeError(
             "rename must be a dict of regular expressions and their replacements, or a callable that "
             f"takes a name and returns one; got {rename!r}."
         )
-    for pattern, replacement in rename.items() if isinstance(rename, Mapping) else ():
-        changed = {name: re.subn(pattern, replacement, old) for name, old in new.items()}
-        if not any(count for _, count in changed.values()):
+    new = {name: name for name in names}
+    for pattern, replacement in (rename or {}).items():
+        if not any(re.search(pattern, name) for name in new.values()):
             raise ValueError(
                 f"rename has the pattern {pattern!r}, which matches none of {sorted(new.values())}. "
                 "Correct it, or leave it out."
             )
-        new = {name: text for name, (text, _) in changed.items()}
-    for name, text in new.items():
-        if not (text and isinstance(text, str)):
-            raise ValueError(
-                f"rename must give each tensor a name; got {text!r} for {name!r}. To keep a name, return "
-                "it unchanged."
-            )
+        new = {name: re.sub(pattern, replacement, text) for name, text in new.items()}
     return new
 
 
-class Tensor(NamedTuple):
-    """A variable of the model, as it is in the file."""
-
-    name: str
-    """The name in the file."""
-    path: tuple[str, ...]
-    """The path in the variables; the collection comes first."""
-    array: Any
-    """The array in the file, of NumPy or JAX: the values of the variable, in another order and shape."""
-
-    @property
-    def is_wide_kernel(self) -> bool:
-        """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
-        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
+def _is_wide_kernel(path: Path, array: Any) -> bool:
+    """Returns whether a variable has the name of a layer's kernel, and a dtype other than FP8."""
+    return path[0] == PARAMS and path[-1] == "kernel" and array.dtype.itemsize > 1
 
 
 def _tensors_of(
     ops: Sequence[ServedOp], variables: Mapping[str, Any], rename: Rename | None
-) -> dict[str, Tensor]:
+) -> dict[str, tuple[Path, Any]]:
     """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
 
-    The variables are in collections, without boxes. They are arrays of NumPy or JAX.
-
-    Raises:
-        TypeError: as ``new_names_of``.
-        ValueError: as ``new_names_of``; two tensors get one name; a dtype is not one of files; or a wide
-            kernel becomes a weight and does not have two dimensions.
+    The variables are in collections, without boxes. They are arrays of NumPy or JAX. The path of each
+    variable, which begins with its collection, comes before its tensor.
     """
-    described = sorted(_named(ops, variables), key=lambda tensor: (tensor.name, tensor.path))
-    new_names = new_names_of([tensor.name for tensor in described], rename)
-    found: dict[str, Tensor] = {}
-    for tensor in described:
-        name, path, array = new_names[tensor.name], "/".join(tensor.path), tensor.array
-        if tensor.is_wide_kernel and is_weight_name(name):
+    own = sorted(_named(ops, variables), key=lambda tensor: tensor[:2])
+    new_names = new_names_of([name for name, *_ in own], rename)
+    found: dict[str, tuple[Path, Any]] = {}
+    for old, path, array in own:
+        name, place = new_names[old], "/".join(path)
+        if _is_wide_kernel(path, array) and is_weight_name(name):
             if array.ndim != 2:
                 raise ValueError(
-                    f"rename makes a weight of {path}, of shape {array.shape}. A wide kernel that becomes "
+                    f"rename makes a weight of {place}, of shape {array.shape}. A wide kernel that becomes "
                     "a weight must have two dimensions: the input and the output. Give this kernel a name "
                     "that ends in 'kernel'."
                 )
             array = array.T
         if name in found:
             raise ValueError(
-                f"{'/'.join(found[name].path)} and {path} would both be {name!r} in the file. "
+                f"{'/'.join(found[name][0])} and {place} would both be {name!r} in the file. "
                 f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
             )
         if array.dtype not in _NAMES:
             raise ValueError(
-                f"{path} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
+                f"{place} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
                 "or convert it."
             )
-        found[name] = tensor._replace(name=name, array=array)
+        found[name] = path, array
     return dict(sorted(found.items()))
 
 
-def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields each variable as a tensor with its own name in the file."""
-    arrays = dict[tuple[str, ...], Any]()
+def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    """Yields the own name in the file, the path and the tensor of each variable."""
+    arrays = dict[Path, Any]()
     for collection, tree in variables.items():
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            arrays[collection, *map(str, path_names(keys))] = leaf
+            arrays[collection, *path_names(keys)] = leaf
     for op in ops:
         if op.kernel is None or op.layout is None or (PARAMS, *op.kernel) not in arrays:
             continue
@@ -252,19 +216,19 @@ def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[Te
         *module, last = op.kernel
         layer = ".".join(module if last == "kernel" and module else op.kernel)
         path = PARAMS, *op.kernel
-        yield Tensor(f"{layer}.weight", path, _as_matrix(arrays.pop(path), op.layout))
-        for name in (KERNEL_SCALE, INPUT_SCALE):
+        yield f"{layer}.weight", path, _as_matrix(arrays.pop(path), op.layout)
+        for name in op.scales:
             path = PARAMS, *op.path, name
             if path in arrays:
                 end, scale = _scale_in_file(op, name, arrays.pop(path))
-                yield Tensor(f"{layer}.{end}", path, scale)
+                yield f"{layer}.{end}", path, scale
         path = PARAMS, *module, "bias"
         if last == "kernel" and path in arrays:  # one dimension for all features, as in PyTorch
             bias, num_out = arrays.pop(path), len(op.layout.out)
             bias = _merged(bias, max(0, bias.ndim - num_out), min(bias.ndim, num_out))
-            yield Tensor(".".join(path[1:]), path, bias)
+            yield ".".join(path[1:]), path, bias
     for path, array in arrays.items():
-        yield Tensor(".".join(path[1:] if path[0] == PARAMS else path), path, array)
+        yield ".".join(path[1:] if path[0] == PARAMS else path), path, array
 
 
 def _as_matrix(kernel: Any, layout: Layout) -> Any:
@@ -287,16 +251,14 @@ def _merged(x: Any, num_kept: int, *num_merged: int) -> Any:
 
 def _scale_in_file(op: ServedOp, name: str, scale: Any) -> tuple[str, Any]:
     """Returns the end of the name of a scale in a file, and the scale as it is there."""
-    quantizer, layout = op.gemms.forward.rhs, op.layout
-    assert quantizer is not None
-    assert layout is not None
-    if name == INPUT_SCALE:
-        return name, scale
+    quantizer: Any = op.gemms.forward.rhs
+    assert op.layout is not None
+    if name == INPUT_SCALE or quantizer.has_one_scale:
+        return "weight_scale" if name == KERNEL_SCALE else name, scale
     if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
-        scale = scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
-    elif quantizer.strategy == "channel" and len(layout.out) + len(layout.summed) > 1:
-        scale = _as_matrix(scale, layout)
-    return "weight_scale_inv" if quantizer.strategy == "block" else "weight_scale", scale
+        end = "weight_scale_inv" if quantizer.block == (128, 128) else "weight_scale"
+        return end, scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
+    return "weight_scale", _as_matrix(scale, op.layout) if op.layout.out else scale
 
 
 # Files.
@@ -313,23 +275,24 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None
-    if any(q.dtype != np.dtype(jnp.float8_e4m3fn) for q in (lhs, rhs) if q is not None):
+    used = [quantizer for quantizer in (lhs, rhs) if quantizer is not None]
+    if any(quantizer.dtype != np.dtype(jnp.float8_e4m3fn) for quantizer in used):
         return None
-    if rhs.strategy == "block":
-        if lhs is None or lhs.scale_columns != 128 or rhs.scale_columns != 128:
-            return None
+    if [q.scale_columns for q in used] == [128, 128] and getattr(rhs, "block", None) == (128, 128):
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    strategy = None if lhs is None else {"tensor": "tensor", "channel": "token"}.get(lhs.strategy)
-    if rhs.strategy not in ("tensor", "channel") or (lhs is not None and strategy is None):
+    if any(quantizer.scales_along_contraction for quantizer in used):
         return None
     float8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**float8, "strategy": rhs.strategy, "dynamic": False}
-    inputs = None if lhs is None else {**float8, "strategy": strategy, "dynamic": not lhs.needs_state}
+    weights = {**float8, "strategy": "tensor" if rhs.has_one_scale else "channel", "dynamic": False}
+    inputs = None
+    if lhs is not None:
+        strategy = "tensor" if lhs.has_one_scale else "token"
+        inputs = {**float8, "strategy": strategy, "dynamic": not lhs.needs_state}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -341,8 +304,8 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     }
 
 
-def _write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file.
+def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file, or leaves an existing one as it is if that fails.
 
     The library would write the metadata in a random order, so that equal models had different files.
     """
@@ -357,38 +320,15 @@ def _write(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str,
         header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path; if there is no error, the file that was written there replaces ``path``."""
     target = path.resolve()  # a symbolic link stays a link
     new = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield new
+        with open(new, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
         new.replace(target)
     except OSError as error:
         raise OSError(error.errno, f"{path} cannot be written, and stays unchanged: {error}") from error
     finally:
         new.unlink(missing_ok=True)
-
-
-def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> str:
-    """Returns the text of a model's ``config.json``."""
-    if quantization is None:
-        raise ValueError(
-            "config was given, but no quantization_config can describe this model, so a loader would take "
-            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, or "
-            "an op such as a convolution, whose kernel is not stored in FP8 as it is multiplied. Freeze "
-            "the model with one other recipe, or with weight_only=True; leave such layers out of FP8; or "
-            "leave config out."
-        )
-    if config.get("tie_word_embeddings"):
-        # Loaders make an lm_head, which is not in the file, and would look for its scale.
-        key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
-        quantization = {**quantization, key: sorted({*quantization[key], "lm_head"})}
-    return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"

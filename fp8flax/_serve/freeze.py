@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -21,25 +20,22 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     between the ops differently.) Delayed scales become those that the next step would use. Recipes without
     state continue to scale inputs from the current data.
 
-    Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
-    the name of the op. In Linen these are ``params/Dense_0/kernel`` and
-    ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if it is fixed). In NNX they are
-    variables of the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
+    A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
+    at most cast, reshaped or transposed, and nothing else reads it. In NNX the matmul must be that of a
+    layer of Flax. All other kernels stay wide, and their ops quantize them at each call: parts of
+    parameters, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and
+    stacked kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A
+    method of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
-    A kernel is stored if it is one whole parameter that a matmul multiplies by, at most cast, reshaped or
-    transposed, and nothing else reads it. In NNX the matmul must be that of a layer of Flax. All other
-    kernels stay wide, and their ops quantize them at each call: parts of parameters, joined or computed
-    kernels, an embedding that is tied to the logits, kernels of convolutions and ragged dots, and stacked
-    kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A method
-    of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
+    The scales are beside the kernel, under the name of the op. In Linen the variables are
+    ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if
+    it is fixed); in NNX they have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
+    For a target to restore into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen
+    Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model.
 
     The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
-    times, as a model with the dequantized kernels. Quantizing an input passes the derivative on unchanged.
-    Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
-
-    A frozen Linen model's ``init`` returns a fresh KV cache, and random parameters in the shapes and dtypes
-    of those returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into. For
-    NNX, call ``freeze`` under ``nnx.eval_shape``.
+    times, as a model with the dequantized kernels. Differentiation with respect to FP8 kernels and to
+    scales raises ``TypeError``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -56,8 +52,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
-        ValueError: ``model`` is frozen, no FP8 op ran, layers share parameters but no state, all kernels of
-            an NNX model stay wide, or FP8 is switched off here.
+        ValueError: ``model`` is frozen, no FP8 op ran, or FP8 is switched off here.
         TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping; or
             ``weight_only`` is not a bool.
 
@@ -84,27 +79,11 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
             "model must be a model in training; it is frozen already. Pass the original model, or write "
             "the frozen one with save_safetensors."
         )
-    wide: dict[str, str] = {}
-    fresh: list[str] = []
-    frozen = front.freeze(model, args, kwargs, weight_only, wide, fresh)
-    if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
-        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=2)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call calibrate before freeze.",
-            stacklevel=2,
-        )
-    return frozen
+    return front.freeze(model, args, kwargs, weight_only)
 
 
 def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and its variables in collections, as Linen has them.
-
-    Raises:
-        TypeError: ``model`` is not frozen, or the variables of a Linen model are not a mapping.
-    """
+    """Returns the ops of a frozen model, and its variables in collections, as Linen has them."""
     found: tuple[list[ServedOp], dict[str, Any]] = _front_of(model).described(model, variables)
     return found
 

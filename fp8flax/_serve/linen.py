@@ -8,7 +8,7 @@ The two sides of a frozen model, with the dtype of each array::
       Dense_0/                                      Dense_0/
         kernel               e4m3  ---------+-----    kernel            float32, all Inf
         bias                 float32        |         bias              float32
-        Fp8DotGeneralOp_0/                  |     _fp8_served/
+        Fp8DotGeneralOp_0/                  |     _fp8_state/
           kernel_scale       float32  ---+  |       Dense_0/
           input_scale        float32  -+ |  |         Fp8DotGeneralOp_0/
                                        | |  +-----      codes           e4m3
@@ -20,12 +20,7 @@ the source of the model declares a float32 kernel, and reshapes or transposes it
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
-that collection as they do the parameters.
-
-``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
-ends. At ``init`` the left side holds only the parameters that other methods have made, and the parameters
-that come back are random.
+codes and scales are where a converted model has its scaling state, see ``state_places``.
 
 ``freeze`` finds the ops by a trace of the model. Each op multiplies there by zeros instead of its kernel.
 So if the traced program still needs a kernel after its dead code is removed, something else reads it.
@@ -34,25 +29,19 @@ So if the traced program still needs a kernel after its dead code is removed, so
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.core
 import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.ops.row import OpRow
 from fp8flax._core.options import check_params, check_variables, wrong_model
-from fp8flax._core.quantize import saturated
-from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax, as_struct
@@ -62,21 +51,13 @@ from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
-    DAMAGED,
-    WEIGHT_ONLY,
     Path,
+    SeenOp,
     ServedOp,
-    check_is_on,
     computed,
-    delayed_scales,
     fixed,
-    layout_of,
-    stored,
+    freeze_ops,
 )
-from fp8flax._train.check import warn_if_damaged
-
-SERVED = "_fp8_served"
-"""The name of the collection with the arrays of frozen ops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,22 +88,12 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[str, Any
 
 
 def freeze(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    weight_only: bool,
-    wide: dict[str, str],
-    fresh: list[str],
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Returns a frozen Linen model and its variables; see ``freeze.freeze``.
-
-    ``wide`` gets the reason for each kernel that stays wide, and ``fresh`` the names of the delayed scales
-    that have seen no data.
-    """
+    """Returns a frozen Linen model and its variables; see ``freeze.freeze``."""
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
-    warn_if_damaged(variables.get(OVERWRITE_WITH_GRADIENT, {}), DAMAGED, stacklevel=4)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
     base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
@@ -133,47 +104,8 @@ def freeze(
     seen: dict[Path, SeenOp] = {}
     recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
     read = _trace(recording, unboxed, calls)
-    if not seen:
-        raise ValueError(
-            f"No FP8 op of {base.__name__} ran. Pass inputs to trace the model with: "
-            "freeze(model, variables, x). If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False)."
-        )
-    params, state = _leaves(unboxed[PARAMS]), _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
-    uses = Counter(path for op in seen.values() for path in op.kernel_paths)
-    uses.update(read)
-    ops, codes, scales = list[ServedOp](), dict[Path, Any](), dict[Path, Any]()
-    for path, found in seen.items():
-        gemms = WEIGHT_ONLY if weight_only else found.gemms
-        own = delayed_scales(path, gemms, state, fresh)
-        reason = _why_wide(found, gemms, uses, params)
-        op = ServedOp(path, CustomRecipe() if weight_only else gemms)
-        if reason is None:
-            (kernel,), origin = found.kernel_paths, found.kernel
-            assert origin is not None
-            parameter = params[kernel]
-            (stacked,) = _stacks(parameter.shape, origin.sources[0].shape)
-            axes = [axis - i for i, axis in enumerate(stacked)]  # of what the loops around it leave
-            if any(scale.ndim != 1 + len(axes) for scale in own.values()):
-                raise ValueError(
-                    f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its "
-                    "own: one frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both "
-                    "collections alike."
-                )
-            codes[kernel], own = stored(
-                *(found.row, gemms, found.args, parameter, own, axes),
-                into_op=origin.rebuild,
-                back=origin.into_parameter,
-            )
-            is_as_stored = not any(axes) and origin.is_one_parameter
-            layout = layout_of(found.row, gemms, found.args) if is_as_stored else None
-            dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
-            op = ServedOp(path, gemms, kernel, layout, dtype)
-        elif reason:
-            wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
-        ops.append(op._replace(scales=tuple((name, x.shape, x.dtype) for name, x in own.items())))
-        scales.update({(*path, name): x for name, x in own.items()})
+    state = _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
+    ops, codes, scales = freeze_ops(seen, read, _leaves(unboxed[PARAMS]), state, weight_only)
     others = {name: value for name, value in boxed.items() if name != OVERWRITE_WITH_GRADIENT}
     frozen = convert(model, converted_class(base, rules, Serving(tuple(ops))))
     return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
@@ -192,48 +124,6 @@ def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
         found = zip(places, needed_inputs(program))
         read.update(path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS)
     return read
-
-
-class SeenOp(NamedTuple):
-    """The record of an FP8 op that a model computes."""
-
-    row: OpRow
-    gemms: CustomRecipe
-    kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only."""
-    args: tuple[Any, ...]
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
-
-    @property
-    def kernel_paths(self) -> tuple[Path, ...]:
-        """The paths of the parameters that the kernel is made of."""
-        return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
-
-
-def _why_wide(
-    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
-) -> str | None:
-    """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
-
-    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
-    """
-    if gemms.forward.rhs is None or found.kernel is None:
-        return ""
-    if found.row.plan is None:
-        return "it is the kernel of a convolution or of a ragged dot"
-    if not found.kernel.is_whole_parameter:
-        return "its matmul does not multiply by this parameter as a whole"
-    (kernel,), source = found.kernel_paths, found.kernel.sources[0]
-    if uses[kernel] > 1:
-        return "something else reads it too"
-    is_clear = len(_stacks(params[kernel].shape, source.shape)) == 1
-    return None if is_clear else "its shape does not show along which axes loops stack it"
-
-
-def _stacks(whole: Sequence[int], part: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the axes along which loops may stack parts of this shape, for each possibility."""
-    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
 class RecordingCall(Call):
@@ -295,35 +185,27 @@ class ServingCall(Call):
         self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the right side of the diagram for the left side."""
+        """Returns the right side of the diagram at the top for the left side."""
+        if self.is_init:
+            raise ValueError(
+                "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
+                "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
+            )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
-        given, wide = _leaves(nn.meta.unbox(params)), dict[Path, Any]()
-        scales, served = dict[Path, Any](), dict[Path, Any]()
+        given = _leaves(nn.meta.unbox(params))
+        # The only parameters of an op are its scales.
+        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        codes, wide = dict[Path, Any](), dict[Path, Any]()
         for op in self._ops.values():
-            if op.kernel is not None and op.kernel in given:  # ``init`` may not have made it yet
-                codes = served[*op.path, CODES] = given[op.kernel]
-                wide[op.kernel] = jnp.full_like(codes, jnp.inf, op.dtype)
-            places = [(*op.path, name) for name, *_ in op.scales]
-            scales.update({place: given[place] for place in places if place in given})
-        params = _replaced(params, wide, {}, scales)
-        return merged({PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served | scales)}, SERVED)
+            if op.kernel is not None and op.kernel in given:
+                codes[*op.path, CODES] = given[op.kernel]
+                wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
+        served = flax.traverse_util.unflatten_dict(codes | scales)
+        return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the left side of the diagram for the right side."""
-        params = split(variables).get(PARAMS, {})
-        if not self.is_init:
-            return {PARAMS: params}
-        codes, scales = dict[Path, Any](), dict[Path, Any]()
-        made = _leaves(nn.meta.unbox(params))
-        for op in self._ops.values():
-            if op.kernel is not None:
-                if op.kernel not in made:
-                    continue  # no method has made the kernel yet
-                assert op.gemms.forward.rhs is not None
-                wide = made[op.kernel].astype(jnp.float32)
-                codes[op.kernel] = saturated(wide, op.gemms.forward.rhs.dtype)
-            scales.update({(*op.path, name): jnp.ones(shape, dtype) for name, shape, dtype in op.scales})
-        return {PARAMS: _replaced(params, codes, scales)}
+        """Returns the parameters; the caller has the other arrays."""
+        return {PARAMS: split(variables).get(PARAMS, {})}
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
         """Records nothing: the rules have been checked when the model was converted."""
@@ -334,9 +216,6 @@ class ServingCall(Call):
         """Computes an op with its stored kernel and its fixed scales."""
         if self.is_apart:
             return compute(lhs, rhs, *rest, **keywords)
-        if self.is_init:
-            return op.row.plain(lhs, rhs, *rest, **keywords)
-        check_is_on(recipe)
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
@@ -344,7 +223,7 @@ class ServingCall(Call):
                 f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
                 "frozen. Freeze the model with inputs that reach the op as it is called here."
             )
-        names = [name for name, *_ in served.scales] + [CODES] * (served.kernel is not None)
+        names = *served.scales, *[CODES] * (served.kernel is not None)
         arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
@@ -355,6 +234,6 @@ class ServingCall(Call):
         if served.kernel is not None and origin is not None:
             codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
             return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
-        if not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
+        if recipe is None or not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
             return op.row.plain(lhs, rhs, *rest, **keywords)
         return op._compute(gemms, lhs, rhs, *rest, frozen=fixed(arrays), **keywords)

@@ -7,24 +7,32 @@ depends on how the core represents a stored kernel and its scale is in this file
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.ops.dot_general import packed_kernel
 from fp8flax._core.ops.op import MissingStateError
 from fp8flax._core.ops.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
+from fp8flax._model.param_origin import Origin
+from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
+Arrays = dict[Path, jax.Array]
 Scales = dict[str, jax.Array]
 """The scales of an op, by their names in the variables."""
 
@@ -34,8 +42,22 @@ WEIGHT_ONLY = CustomRecipe(
 )
 
 
-DAMAGED = "The frozen scales are computed from it. Call calibrate before freeze."
-"""The advice in the warning about a scaling state that no training leaves."""
+class SeenOp(NamedTuple):
+    """The record of an FP8 op that a model computes."""
+
+    row: OpRow
+    gemms: CustomRecipe
+    kernel: Origin | None
+    """The origin of the kernel; None if the kernel does not come from parameters only."""
+    args: tuple[Any, ...]
+    """The arguments of the op, with shapes and dtypes instead of arrays."""
+    stacked: tuple[int, ...] | None = None
+    """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
+
+    @property
+    def kernel_paths(self) -> tuple[Path, ...]:
+        """The paths of the parameters that the kernel is made of."""
+        return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
 
 class Layout(NamedTuple):
@@ -52,44 +74,127 @@ class ServedOp(NamedTuple):
 
     path: Path
     gemms: CustomRecipe
+    scales: tuple[str, ...] = ()
+    """The names of its scales in the variables."""
     kernel: Path | None = None
     """The path of the parameter in FP8 that is the kernel; None if the kernel is wide."""
     layout: Layout | None = None
     """The layout of the kernel; None if the kernel is wide, or the op does not read it as it is stored."""
     dtype: np.dtype | None = None
-    """The dtype of the kernel that a Linen model declares."""
-    scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
-    """The names, shapes and dtypes of the scales of an op in a Linen model."""
+    """The dtype of the kernel before it was stored."""
 
 
 # Freezing.
 
 
-def delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
+def freeze_ops(
+    seen: Mapping[Path, SeenOp],
+    read: Collection[Path],
+    params: Mapping[Path, Any],
+    state: Mapping[Path, Any],
+    weight_only: bool,
+    unseen: Collection[str] = (),
+) -> tuple[list[ServedOp], Arrays, Arrays]:
+    """Returns the frozen ops, the codes of their kernels, and their scales.
+
+    Warns about kernels that stay wide, and about scales that have seen no data or that no training leaves.
+
+    Args:
+        seen: the ops that a trace of the model has found.
+        read: the kernels that something else than an FP8 op reads.
+        params, state: arrays of the model.
+        weight_only: as in ``freeze``.
+        unseen: further ops, which the trace has not found.
+    """
+    if not seen:
+        raise ValueError(
+            "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
+            "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
+            "Call freeze outside of autocast(enabled=False)."
+        )
+    advice = "The frozen scales are computed from it. Call calibrate before freeze."
+    warn_if_damaged(unflatten_dict(state), advice, stacklevel=5)
+    uses = Counter([*(path for op in seen.values() for path in op.kernel_paths), *read])
+    ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
+    wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
+    for path, found in seen.items():
+        gemms = WEIGHT_ONLY if weight_only else found.gemms
+        own = _delayed_scales(path, gemms, state, fresh)
+        reason = _why_wide(found, gemms, uses, params)
+        op = ServedOp(path, CustomRecipe() if weight_only else gemms)
+        if reason is None:
+            (kernel,), (stacked,) = found.kernel_paths, _stacks(found, params)
+            codes[kernel], own = _stored(found, gemms, params[kernel], own, stacked)
+            is_leading = stacked == tuple(range(len(stacked)))
+            layout = _layout_of(found, gemms) if is_leading else None
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(params[kernel].dtype))
+            op = ServedOp(path, gemms, kernel=kernel, layout=layout, dtype=dtype)
+        elif reason:
+            wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
+        ops.append(op._replace(scales=tuple(own)))
+        scales.update({(*path, name): x for name, x in own.items()})
+    if wide:
+        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
+        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
+    if fresh:
+        warnings.warn(
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            "from sample batches, call calibrate before freeze.",
+            stacklevel=4,
+        )
+    return ops, codes, scales
+
+
+def _why_wide(
+    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
+) -> str | None:
+    """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
+
+    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
+    """
+    if gemms.forward.rhs is None or found.kernel is None:
+        return ""
+    if found.row.plan is None:
+        return "it is the kernel of a convolution or of a ragged dot"
+    if not found.kernel.is_whole_parameter:
+        return "its matmul does not multiply by this parameter as a whole"
+    if uses[found.kernel_paths[0]] > 1:
+        return "something else reads it, or changes it"
+    is_clear = len(_stacks(found, params)) == 1
+    return None if is_clear else "its shape does not show along which axes loops stack it"
+
+
+def _stacks(found: SeenOp, params: Mapping[Path, Any]) -> list[tuple[int, ...]]:
+    """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
+    if found.stacked is not None:
+        return [found.stacked]
+    assert found.kernel is not None
+    whole, part = (params[found.kernel_paths[0]].shape, found.kernel.sources[0].shape)
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
+
+
+def _delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
     """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
 
     The names of scales that have seen no data are appended to ``fresh``.
-
-    Raises:
-        MissingStateError: the state, whose arrays have their paths as keys, does not have a scale.
     """
     scales = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
-        quantizer = gemms.delayed.get(role)
-        if quantizer is None or used is None or not used.needs_state:
+        if used is None or not used.needs_state:
             continue
-        name, history_name = state_leaf_names(role)
-        leaves = [state.get((*path, each)) for each in (name, history_name)]
-        place = "/".join((*path, name))
-        if any(leaf is None for leaf in leaves):
+        names = state_leaf_names(role)
+        place = "/".join((*path, names[0]))
+        scale, history = (state.get((*path, name)) for name in names)
+        if scale is None or history is None:
             raise MissingStateError(
                 f"{OVERWRITE_WITH_GRADIENT}/{place} is missing from the variables: freeze needs the scales "
                 "that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
             )
-        scale, history = map(jnp.asarray, leaves)
         if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
             fresh.append(place)
-        scales[name] = _next_scale(quantizer, scale, history)
+        scales[names[0]] = _next_scale(gemms.delayed[role], jnp.asarray(scale), jnp.asarray(history))
     return scales
 
 
@@ -102,49 +207,39 @@ def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Arr
     return jnp.moveaxis(next_scales[..., None], -1, axis)
 
 
-def stored(
-    row: OpRow,
+def _stored(
+    found: SeenOp,
     gemms: CustomRecipe,
-    args: Sequence[Any],
-    kernel: jax.Array,
+    parameter: Any,
     scales: Scales,
-    axes: Sequence[int],
-    *,
-    into_op: Callable[[jax.Array], jax.Array],
-    back: Callable[[jax.Array], jax.Array] = lambda codes: codes,
+    stacked: Sequence[int],
 ) -> tuple[jax.Array, Scales]:
-    """Returns the codes of a kernel as a frozen model stores them, and the scales of its op.
+    """Returns the codes of a kernel in the places of its parameter, and all scales of the op.
 
-    Args:
-        row: the entry of this kind of op in the table of ops.
-        gemms: the recipe of the op in the frozen model.
-        args: the arguments of the op, with shapes instead of arrays.
-        kernel: the parameter that is the kernel.
-        scales: the delayed scales.
-        axes: the axes by which layers are stacked in the kernel and in the results, the outermost first.
-        into_op: makes the operand of the op from the parameter of one layer.
-        back: moves the bytes of the codes back to the places of the parameter.
+    ``scales`` has the delayed ones. ``stacked`` are the axes of the parameter that stack layers.
     """
+    origin, (lhs, rhs, *arguments) = found.kernel, found.args
+    assert origin is not None
 
-    def of_one(kernel: jax.Array, scales: Scales) -> Any:
-        lhs, _, *arguments = args
-        plan: Any = row.plan(lhs, operand := into_op(kernel), *arguments, recipe=gemms)  # type: ignore[misc]
-        packed = packed_kernel(plan, operand, scales.get(KERNEL_SCALE))
-        bits = back(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
+    def of_one(parameter: jax.Array, scales: Scales) -> Any:
+        kernel = origin.rebuild(parameter).astype(rhs.dtype)
+        plan: Any = found.row.plan(lhs, kernel, *arguments, recipe=gemms)  # type: ignore[misc]
+        packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
+        bits = origin.into_parameter(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
         scale = packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
         return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
 
-    for i, axis in reversed([*enumerate(axes)]):
+    for i, axis in reversed([*enumerate(stacked)]):
         of_scales = {name: _stack_axes(scale.shape)[i] - i for name, scale in scales.items()}
-        of_one = jax.vmap(of_one, in_axes=(axis, of_scales), out_axes=axis)
-    is_traced = isinstance(kernel, jax.core.Tracer)
-    sharding = None if is_traced else getattr(kernel, "sharding", None)
+        of_one = jax.vmap(of_one, in_axes=(axis - i, of_scales), out_axes=axis - i)
+    is_traced = isinstance(parameter, jax.core.Tracer)
+    sharding = None if is_traced else getattr(parameter, "sharding", None)
     # The codes are on the devices of the parameter, if there are several.
     places = (
         {} if sharding is None or len(sharding.device_set) == 1 else {"out_shardings": (sharding, None)}
     )
-    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(kernel, scales)
+    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(parameter, scales)
     return result
 
 
@@ -154,25 +249,26 @@ def _stack_axes(shape: tuple[int, ...]) -> list[int]:
     return [axis for axis in range(len(shape)) if axis != own]
 
 
-def layout_of(row: OpRow, gemms: CustomRecipe, args: Sequence[Any]) -> Layout | None:
-    """Returns the layout of a kernel that an op reads as it is stored; None if it has batch dimensions."""
-    plan: Any = row.plan(*args, recipe=gemms)  # type: ignore[misc]
+def _layout_of(found: SeenOp, gemms: CustomRecipe) -> Layout | None:
+    """Returns the layout of a kernel that an op reads as it is stored, without batch dimensions."""
+    plan: Any = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
     (_, summed), (_, batch) = plan.dimension_numbers
-    return None if batch else Layout(tuple(i for i in range(args[1].ndim) if i not in summed), summed)
+    if batch or found.kernel is None or not found.kernel.is_one_parameter:
+        return None
+    return Layout(tuple(i for i in range(found.args[1].ndim) if i not in summed), summed)
 
 
 # Computing.
 
 
 @jax.custom_jvp
-def constant(x: jax.Array) -> jax.Array:
-    """Returns codes or scales unchanged; differentiating them raises ``TypeError``."""
+def constant(x: Any) -> Any:
+    """Returns codes and scales unchanged; differentiating them raises ``TypeError``."""
     return x
 
 
 @constant.defjvp
 def _constant_jvp(primals: Any, tangents: Any) -> Any:
-    del primals, tangents
     raise TypeError(
         "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
         "the inputs, or to wide parameters only, with the other variables closed over. To train the "
@@ -196,18 +292,12 @@ def computed(
     **keywords: Any,
 ) -> jax.Array:
     """Returns the result of an op with a plan for the codes of its kernel and its scales."""
-    scale = constant(scales[KERNEL_SCALE])
-    # ``stored`` gives a scalar scale the shape (1,).
-    kernel = QTensor(
-        constant(codes), scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs
-    )
-    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=fixed(scales), **keywords)
-
-
-def check_is_on(recipe: Recipe | None) -> None:
-    """Raises ``ValueError`` if FP8 is switched off where a frozen model runs, so there is no recipe."""
-    if recipe is None:
+    if recipe_in_use(gemms, gemms) is None:
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
+    codes, scale = constant((codes, scales[KERNEL_SCALE]))
+    # ``_stored`` gives a scalar scale the shape (1,).
+    kernel = QTensor(codes, scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs)
+    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=fixed(scales), **keywords)

@@ -106,14 +106,6 @@ class Found(NamedTuple):
         found = getattr(self.module, self.site.name, None)
         return found if isinstance(found, Fp8Op) else None
 
-    @property
-    def takes_codes(self) -> bool:
-        """Whether the stored kernel of a layer enters one matmul without a change."""
-        if self.site.op is EINSUM:
-            lhs, rhs, result = _einsum_names(self.module)
-            return all(name in lhs or name in result for name in rhs)
-        return self.site.op.plan is not None
-
 
 def layers_of(model: nnx.Module) -> Iterator[Found]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""

@@ -133,7 +133,7 @@ def test_without_the_library(frozen, tmp_path, monkeypatch):
     """The library is needed to read files, whose headers it checks."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
     fp8.save_safetensors(tmp_path / "file", *frozen)
-    with pytest.raises(ImportError, match=r"pip install 'fp8flax\[safetensors\]'"):
+    with pytest.raises(ImportError, match="safetensors"):
         fp8.read_checkpoint(tmp_path / "file")
 
 
