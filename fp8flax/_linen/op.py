@@ -17,7 +17,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.contract import States
 from fp8flax._core.recipes import Recipe
-from fp8flax._linen.conversion import running_calls
+from fp8flax._linen.conversion import calls_of
 
 
 class Fp8Op(OpBase, nn.Module):
@@ -41,7 +41,7 @@ class Fp8Op(OpBase, nn.Module):
         self._check_options()
 
     def _multiplier(self) -> Callable[..., jax.Array]:
-        calls, compute = running_calls(), super()._multiplier()
+        calls, compute = calls_of(self.scope), super()._multiplier()
         on_op = calls[-1].on_op if calls else None
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
@@ -65,7 +65,7 @@ class Fp8Op(OpBase, nn.Module):
     def _is_named_mutable(self) -> bool:
         """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
         name, _ = state_leaf_names(ROLES[0])
-        has_state = bool(running_calls()) or self.has_variable(OVERWRITE_WITH_GRADIENT, name)
+        has_state = bool(calls_of(self.scope)) or self.has_variable(OVERWRITE_WITH_GRADIENT, name)
         if not (has_state and self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)):
             return False
         filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
@@ -78,7 +78,7 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        for call in running_calls()[-1:]:
+        for call in calls_of(self.scope)[-1:]:
             if (value := call.state_of(self, leaf)) is not None:
                 return value, where
         if self._is_normalized(name):

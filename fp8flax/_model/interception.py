@@ -12,7 +12,6 @@ import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
-from fp8flax._model.rules import Site
+from fp8flax._model.rules import TWO_PARAMETERS, Site
 
 Path = tuple[str, ...]
 
@@ -58,10 +57,6 @@ class Contraction(NamedTuple):
     """Returns the result of the contraction, given the result of the op."""
 
 
-_in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
-"""Whether the running code is inside of a function with a derivative of its own."""
-
-
 class Interception(ABC):
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
@@ -69,6 +64,8 @@ class Interception(ABC):
 
     def __init__(self) -> None:
         self.origins = ParamOrigins()
+        self.custom_vjps: list[bool] = []
+        """One entry for each running function with a derivative of its own."""
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
@@ -121,25 +118,24 @@ class Interception(ABC):
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs = rhs, lhs
             left, kernel = kernel, left
-        kind = "product" if kernel is None else "kernel" if left is None else "parameters"
-        if kind != "kernel":
-            kernel = None
+        impossible = row.unsupported(params)
+        if left is not None and kernel is not None:
+            kernel, impossible = None, impossible or TWO_PARAMETERS
         path, module = self.running()
         summed = arguments[0][0][1] if row.primitive == "dot_general" else ()
         site = Site(
             path="/".join(path),
             module=module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
-            kind=kind,
             op=row,
             shapes=(lhs.shape, rhs.shape),
             dtypes=(lhs.dtype, rhs.dtype),
             sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
-            impossible=row.unsupported(params),
+            impossible=impossible,
             name="" if kernel is None else kernel.name(path, summed),
             is_swapped=is_swapped,
-            in_custom_vjp=_in_custom_vjp.get(),
+            in_custom_vjp=bool(self.custom_vjps),
         )
         return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
 
@@ -170,11 +166,11 @@ class Interception(ABC):
         if self.is_passing:
             return compute()
         self.look_for_params()
-        token = _in_custom_vjp.set(_in_custom_vjp.get() or is_custom_vjp)
+        self.custom_vjps.extend([True] * is_custom_vjp)
         try:
             results = compute()
         finally:
-            _in_custom_vjp.reset(token)
+            del self.custom_vjps[len(self.custom_vjps) - is_custom_vjp :]
         self.origins.call(operands, results)
         return results
 

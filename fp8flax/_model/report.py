@@ -7,6 +7,7 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fp8flax._core.autocast import recipe_in_use
@@ -15,7 +16,7 @@ from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
-from fp8flax._model.converted_call import CountingCall, seen_of
+from fp8flax._model.converted_call import CountingCall
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
@@ -138,9 +139,10 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, SEE_AUDIT)
-    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, CountingCall))
-    program = trace_apply(counted, None, args, kwargs)
-    return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(counted).decided})
+    decided: dict[str, tuple[Site, Decision]] = {}
+    make_call = partial(CountingCall, decided)
+    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
+    return report_of(trace_apply(counted, None, args, kwargs), decided)
 
 
 def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:

@@ -45,6 +45,9 @@ ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
 BY_DEFAULT = "by default"
 """The reason of a decision for which no rule matched."""
 
+TWO_PARAMETERS = "a product of two parameters"
+"""The reason why there is no op for such a product: neither operand is an activation."""
+
 
 class Site(NamedTuple):
     """A contraction in a model, as the rules see it."""
@@ -57,8 +60,6 @@ class Site(NamedTuple):
     """The path of the parameter that is the kernel, or of the first parameter that it is made of.
 
     None for a product of two activations or of two parameters."""
-    kind: str
-    """``"kernel"``, ``"product"`` (of two activations), or ``"parameters"``."""
     op: OpRow
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
@@ -208,9 +209,7 @@ class Rules:
     def _impossible(self, site: Site) -> str | None:
         if site.impossible is not None:
             return site.impossible
-        if site.kind == "parameters":
-            return "a product of two parameters"
-        if site.kind == "product" and not self.products:
+        if site.kernel is None and not self.products:
             return "a product of two activations (products=True converts them)"
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
@@ -260,6 +259,6 @@ def _left_by_default(site: Site) -> str | None:
         return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
     if min(k, n) < SMALLEST_SIZE:
         return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
-    if site.kind == "kernel" and 1 / (1 / k + 1 / n) < BREAK_EVEN:
+    if site.kernel is not None and 1 / (1 / k + 1 / n) < BREAK_EVEN:
         return f"K={k}, N={n}: too small to gain, 1/(1/K + 1/N) = {1 / (1 / k + 1 / n):.0f} < {BREAK_EVEN}"
     return None

@@ -20,8 +20,8 @@ the source of the model declares a float32 kernel, and reshapes or transposes it
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
-that collection as they do the parameters.
+codes are among the parameters, as the state of an op is in training. Lifted transformations stack and slice
+them as they do the kernel.
 
 ``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
 ends. At ``init`` the left side holds only the parameters that other methods have made, and the parameters
@@ -57,9 +57,8 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_jax, as_struct
+from fp8flax._model.converted_call import Call, as_jax, as_struct, inputs_of_calls
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
@@ -76,10 +75,6 @@ from fp8flax._serve.stored_op import (
     stored,
 )
 from fp8flax._train.check import warn_if_damaged
-
-SERVED = "_fp8_served"
-"""The name of the collection with the arrays of frozen ops."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
@@ -129,7 +124,7 @@ def freeze(
     unboxed = nn.meta.unbox(boxed)
     base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
     if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
-        base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
+        base, rules, calls = model._fp8_base, model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
     seen: dict[Path, SeenOp] = {}
@@ -249,7 +244,7 @@ class RecordingCall(Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
-        if recipe is None or self.is_apart:
+        if recipe is None:
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         # The record outlives the call, so it must not hold arrays.
@@ -262,7 +257,7 @@ class RecordingCall(Call):
             self.seen[op.path] = found._replace(kernel=kernel)
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
         """Records nothing: the rules have been checked when the model was converted."""
 
 
@@ -308,7 +303,8 @@ class ServingCall(Call):
             places = [(*op.path, name) for name, *_ in op.scales]
             scales.update({place: given[place] for place in places if place in given})
         params = _replaced(params, wide, {}, scales)
-        return merged({PARAMS: params, SERVED: flax.traverse_util.unflatten_dict(served | scales)}, SERVED)
+        of_ops = flax.traverse_util.unflatten_dict(served | scales)
+        return merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the left side of the diagram for the right side."""
@@ -327,15 +323,13 @@ class ServingCall(Call):
             scales.update({(*op.path, name): jnp.ones(shape, dtype) for name, shape, dtype in op.scales})
         return {PARAMS: _replaced(params, codes, scales)}
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
         """Records nothing: the rules have been checked when the model was converted."""
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
-        if self.is_apart:
-            return compute(lhs, rhs, *rest, **keywords)
         if self.is_init:
             return op.row.plain(lhs, rhs, *rest, **keywords)
         check_is_on(recipe)
