@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,25 +20,25 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import calls_of
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Contraction, Interception, Path
+from fp8flax._model.interception import Contraction, Frame, Interception, Path
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import TWO_PARAMETERS, Decision, Rules, Site, why_unconverted
+from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
 from fp8flax._model.state_places import merged, split, swapped
 
 
 @dataclasses.dataclass
-class Frame:
-    """A method of a module that is running."""
+class LinenFrame(Frame):
+    """A method of a Linen module that is running."""
 
-    module: Any
-    method: str
-    """The name of the method; empty for ``__call__`` and for compact methods."""
-    trace: Any
+    trace: Any = None
     """The trace of JAX that the method runs in."""
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    """The number of contractions without a kernel that the method has computed, by their names."""
     num_params: int = -1
     """How many parameters, or modules with parameters, of the module are recorded."""
+
+    @property
+    def scope(self) -> Any:
+        """The scope of the module."""
+        return self.module.scope
 
 
 class Call(Interception):
@@ -61,7 +60,7 @@ class Call(Interception):
         self.decided: list[tuple[Site, Decision]] = []
         self.has_ops = False
         """Whether an FP8 op has run."""
-        self.frames: list[Frame] = []
+        self.frames: list[LinenFrame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -91,6 +90,11 @@ class Call(Interception):
 
     # How methods run.
 
+    @property
+    def frame(self) -> LinenFrame:  # type: ignore[override]
+        """The innermost method that is running."""
+        return self.frames[-1]
+
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
         module, scope = context.module, context.module.scope
@@ -100,14 +104,19 @@ class Call(Interception):
             self.has_ops = self.has_ops or scope is not None
             with unwatched(), self.having(is_passing=True), jax.named_scope(BY_OP):
                 return run(*args, **kwargs)
+        if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
+            path = OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
+            state = _found(split(_variables_of(scope.root)), path)
+            _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        if self.frames and self.frames[-1].module.scope is scope:
+        if self.frames and self.frame.scope is scope:
             with self.watching():
                 return run(*args, **kwargs)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        if not any(frame.module.scope.root is scope.root for frame in self.frames):
+        if not any(frame.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
-        self.frames.append(Frame(module, "" if is_main else context.method_name, trace_behind()))
+        method = "" if is_main else context.method_name
+        self.frames.append(LinenFrame(scope.path, module, method, trace=trace_behind()))
         try:
             with self.watching(), _without_state_in_variables(scope):
                 return run(*args, **kwargs)
@@ -116,12 +125,12 @@ class Call(Interception):
 
     def look_for_params(self) -> None:
         """Records the parameters that the running method has made."""
-        frame = self.frames[-1]
-        if frame.module.scope.root.is_mutable_collection(PARAMS):
-            number = len(_variables_of(frame.module.scope).get(PARAMS, {}))
+        frame = self.frame
+        if frame.scope.root.is_mutable_collection(PARAMS):
+            number = len(_variables_of(frame.scope).get(PARAMS, {}))
             if frame.num_params != number:
                 frame.num_params = number
-                self._add_params(frame.module.scope)
+                self._add_params(frame.scope)
 
     def _add_params(self, scope: Any) -> None:
         """Records the parameters in a scope, if they are those of the model."""
@@ -132,18 +141,13 @@ class Call(Interception):
 
     # How a contraction is computed.
 
-    def running(self) -> tuple[Path, Any]:
-        """Returns the module whose method runs, after its path in the model."""
-        module = self.frames[-1].module
-        return module.scope.path, module
-
     def contract(self, found: Contraction) -> tuple[Any, str]:
         """Computes a contraction in FP8 if the rules convert it."""
         site, decision = self.decide(found)
         if not decision.converts:
             return None, NOT_CONVERTED
         options = {"form": self._rules_here.form} if site.op.has_form else {}
-        parent = self.frames[-1].module.scope.push(site.name, reuse=True)
+        parent = self.frame.scope.push(site.name, reuse=True)
         with jax.named_scope(BY_OP):
             op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
             return found.restore(op(*found.arguments)), ""
@@ -162,29 +166,22 @@ class Call(Interception):
     def _name_of(self, found: Contraction) -> str:
         """Returns the name of the op of a contraction.
 
-        In a Linen layer that takes ops, the op has the name that an op given by hand would have. Products
-        of activations have no kernel to be named by; they are numbered.
+        In a Linen layer that takes ops, the op has the name that an op given by hand would have.
         """
-        site, frame = found.site, self.frames[-1]
-        if found.kernel is None:
-            kind = "parameters" if site.impossible == TWO_PARAMETERS else "product"
-            product = f"{frame.method}_{kind}".lstrip("_")
-            frame.counts[product] += 1
-            return f"{site.op.name}_{product}_{frame.counts[product] - 1}"
+        site, name = found.site, found.site.name
         fields = ("dot_general_cls", "conv_general_dilated_cls")
         takes_ops = isinstance(site.module, nn.Einsum) or any(hasattr(site.module, one) for one in fields)
-        is_of_kernel = any(x.path == (*site.module.scope.path, "kernel") for x in found.kernel.sources)
-        # A layer of Linen has one contraction.
-        if takes_ops and (is_of_kernel or type(site.module).__module__.startswith("flax.")):
-            return f"{site.op.name}_0"
-        return f"{site.op.name}_{site.name}"
+        if found.kernel is not None and takes_ops:
+            is_own = any(x.path == (*self.frame.path, "kernel") for x in found.kernel.sources)
+            # A layer of Linen has one contraction.
+            name = "0" if is_own or type(site.module).__module__.startswith("flax.") else name
+        return f"{site.op.name}_{name}"
 
     def _why_no_op(self) -> str | None:
         """Returns the reason why the running method can have no op; None if it can."""
-        module = self.frames[-1].module
-        if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
+        if isinstance(self.frame.module, nn.WeightNorm | nn.SpectralNorm):
             return "part of a normalization of weights"
-        if self not in calls_of(module.scope):
+        if self not in calls_of(self.frame.scope):
             return "in a module that is applied to variables of its own, where there is no place for state"
         return None
 
@@ -220,7 +217,7 @@ class Call(Interception):
         """
         here = trace_behind()
         for frame in self.frames:
-            root = frame.module.scope.root
+            root = frame.scope.root
             if frame.trace is here and self in calls_of(root) and op.path[: len(root.path)] == root.path:
                 return root
         return op.scope.root

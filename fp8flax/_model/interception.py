@@ -9,8 +9,10 @@ all other primitives, to know which values are parameters.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
-from fp8flax._model.rules import TWO_PARAMETERS, Site
+from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
@@ -35,8 +37,7 @@ def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
     """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
 
     def is_outside(equation: Equation) -> bool:
-        row = row_of(equation.eqn.primitive)
-        return row is None and IN_OP.search(equation.scopes) is None
+        return row_of(equation.eqn.primitive) is None and IN_OP.search(equation.scopes) is None
 
     for one in equations(program, looks_into=is_outside):
         row = row_of(one.eqn.primitive)
@@ -48,7 +49,7 @@ class Contraction(NamedTuple):
     """A contraction in the form that an op computes."""
 
     site: Site
-    """Its description for the rules. ``name`` is the part of the op's name that comes from the kernel."""
+    """Its description for the rules. ``name`` is the part of the op's name that its kernel gives."""
     arguments: tuple[Any, ...]
     """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
     kernel: Origin | None
@@ -57,9 +58,24 @@ class Contraction(NamedTuple):
     """Returns the result of the contraction, given the result of the op."""
 
 
+@dataclasses.dataclass
+class Frame:
+    """A method of a module that is running."""
+
+    path: Path
+    """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
+    module: Any
+    method: str
+    """The name of the method; empty for ``__call__`` and for compact methods."""
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The number of contractions without a kernel that the method has computed, by their names."""
+
+
 class Interception(ABC):
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
+    frame: Frame
+    """The innermost method that is running."""
     is_nnx = False
 
     def __init__(self) -> None:
@@ -68,10 +84,6 @@ class Interception(ABC):
         """One entry for each running function with a derivative of its own."""
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
-
-    @abstractmethod
-    def running(self) -> tuple[Path, Any]:
-        """Returns the module whose method runs, after its path in the model."""
 
     @abstractmethod
     def contract(self, found: Contraction) -> tuple[Any, str]:
@@ -116,16 +128,20 @@ class Interception(ABC):
         is_swapped = left is not None and kernel is None and row.swapped is not None
         if is_swapped and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
-            lhs, rhs = rhs, lhs
-            left, kernel = kernel, left
-        impossible = row.unsupported(params)
+            lhs, rhs, left, kernel = rhs, lhs, None, left
+        impossible, kind = row.unsupported(params), "product"
         if left is not None and kernel is not None:
-            kernel, impossible = None, impossible or TWO_PARAMETERS
-        path, module = self.running()
-        summed = arguments[0][0][1] if row.primitive == "dot_general" else ()
+            impossible, kind, kernel = impossible or "a product of two parameters", "parameters", None
+        frame = self.frame
+        if kernel is None:
+            product = f"{frame.method}_{kind}".lstrip("_")
+            name = f"{product}_{frame.counts[product]}"
+            frame.counts[product] += 1
+        else:
+            name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
         site = Site(
-            path="/".join(path),
-            module=module,
+            path="/".join(frame.path),
+            module=frame.module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
             op=row,
             shapes=(lhs.shape, rhs.shape),
@@ -133,7 +149,7 @@ class Interception(ABC):
             sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
             impossible=impossible,
-            name="" if kernel is None else kernel.name(path, summed),
+            name=name,
             is_swapped=is_swapped,
             in_custom_vjp=bool(self.custom_vjps),
         )

@@ -45,9 +45,6 @@ ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
 BY_DEFAULT = "by default"
 """The reason of a decision for which no rule matched."""
 
-TWO_PARAMETERS = "a product of two parameters"
-"""The reason why there is no op for such a product: neither operand is an activation."""
-
 
 class Site(NamedTuple):
     """A contraction in a model, as the rules see it."""
@@ -69,7 +66,7 @@ class Site(NamedTuple):
     impossible: str | None = None
     """The reason why no FP8 op can compute the contraction; None if one can."""
     name: str = ""
-    """The name of the op in its module, if one computes the contraction; empty for a layer of NNX."""
+    """The name of its op in the module."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
     in_custom_vjp: bool = False
@@ -77,10 +74,7 @@ class Site(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The name of the scope by which ``report`` finds the contraction in a program.
-
-        The name is the same in each trace.
-        """
+        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
         text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
@@ -130,9 +124,6 @@ class Rules:
             if value is not None or name != "include":
                 is_one = isinstance(value, str) or not isinstance(value, Iterable)
                 object.__setattr__(self, name, (value,) if is_one else tuple(value))
-        for name in ("include", "exclude"):
-            for pattern in getattr(self, name) or ():
-                _check_pattern(pattern, name)
         for rule in self.rules:
             if callable(rule):
                 continue
@@ -141,8 +132,15 @@ class Rules:
                     "rules must be pairs of a regular expression on module paths and a recipe or "
                     f"'leave', or callables of (path, module, shapes); got {rule!r}."
                 )
-            _check_pattern(rule[0], "rules")
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
+        for text, pattern, _ in self._in_order():
+            try:
+                re.search("" if callable(pattern) else pattern, "")
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    "include, exclude and rules must have regular expressions on module paths; got "
+                    f"{text}: {error}."
+                ) from error
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields each pattern in the order in which they are tried: its description, it, and its outcome.
@@ -157,12 +155,12 @@ class Rules:
             yield f"include {pattern!r}", pattern, self.recipe
 
     def decide(self, site: Site) -> Decision:
-        """Returns the decision about a contraction.
+        """Returns the decision of the first rule that matches a contraction; without one, the default.
 
         Raises:
             ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
         """
-        decision = self._first_decision(site)
+        decision = self._decide(site)
         if decision.converts and site.in_custom_vjp:
             raise ValueError(
                 f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
@@ -171,8 +169,8 @@ class Rules:
             )
         return decision
 
-    def _first_decision(self, site: Site) -> Decision:
-        """Returns the decision of the first rule that matches a contraction; without one, the default."""
+    def _decide(self, site: Site) -> Decision:
+        impossible = self._impossible(site)
         for text, pattern, outcome in self._in_order():
             if callable(pattern):
                 outcome = pattern(site.path, site.module, site.shapes)
@@ -184,12 +182,20 @@ class Rules:
             if isinstance(outcome, str):
                 return Decision(False, None, f"left by {text}", text)
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            reason = self._impossible(site)
-            return Decision(reason is None, outcome, reason or by, text)
+            return Decision(impossible is None, outcome, impossible or by, text)
         if self.include is not None:
             return Decision(False, None, "not included")
-        reason = self._impossible(site) or _left_by_default(site)
+        reason = impossible or _left_by_default(site)
         return Decision(reason is None, self.recipe, reason or BY_DEFAULT)
+
+    def _impossible(self, site: Site) -> str | None:
+        """Returns why no op can compute a contraction, or may; None if one can."""
+        if site.impossible is not None:
+            return site.impossible
+        if site.kernel is None and not self.products:
+            return "a product of two activations (products=True converts them)"
+        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
+        return f"operands of {', '.join(narrow)}" if narrow else None
 
     def check_matched(self, decided: Decided) -> None:
         """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
@@ -206,14 +212,6 @@ class Rules:
             f"{paths}. Correct the pattern, or pass allow_unmatched=True."
         )
 
-    def _impossible(self, site: Site) -> str | None:
-        if site.impossible is not None:
-            return site.impossible
-        if site.kernel is None and not self.products:
-            return "a product of two activations (products=True converts them)"
-        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
-        return f"operands of {', '.join(narrow)}" if narrow else None
-
 
 def why_unconverted(decided: Decided) -> str:
     """Returns a message: why the rules convert none of these contractions, and what to do."""
@@ -224,15 +222,6 @@ def why_unconverted(decided: Decided) -> str:
         f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
         f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also what the defaults leave out."
     )
-
-
-def _check_pattern(pattern: Any, name: str) -> None:
-    try:
-        re.search(pattern, "")
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."
-        ) from error
 
 
 def _check_outcome(outcome: Any, who: str) -> None:

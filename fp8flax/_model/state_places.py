@@ -38,14 +38,12 @@ def swapped(path: Path) -> Path:
 
 
 def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns variables as the model sees them: with the state also among the parameters."""
-    flat = flatten_dict(dict(variables), keep_empty_nodes=True)
-    of_ops = {
-        (PARAMS, *swapped(path[1:])): x
-        for path, x in flat.items()
-        if path[0] == OVERWRITE_WITH_GRADIENT and path[-1].swapcase() in _LEAVES
-    }
-    return dict(unflatten_dict(flat | of_ops))
+    """Returns variables as the model sees them: with the state among the parameters."""
+    flat: dict[Path, Any] = {}
+    for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
+        is_state = path[0] == OVERWRITE_WITH_GRADIENT and path[-1].swapcase() in _LEAVES
+        flat[(PARAMS, *swapped(path[1:])) if is_state else path] = x
+    return dict(unflatten_dict(flat))
 
 
 def split(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ from fp8flax._serve.stored_op import (
 )
 from fp8flax._train.check import warn_if_damaged
 
+
 @dataclasses.dataclass(frozen=True)
 class Serving:
     """The static description of a frozen model (hashable). It makes the calls of the model."""
