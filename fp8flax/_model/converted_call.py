@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +20,7 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import calls_of
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Contraction, Frame, Interception, Path
+from fp8flax._model.interception import Frame, Interception, Path
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
 from fp8flax._model.state_places import merged, split, swapped
@@ -30,19 +30,22 @@ from fp8flax._model.state_places import merged, split, swapped
 class LinenFrame(Frame):
     """A method of a Linen module that is running."""
 
+    scope: Any = None
     trace: Any = None
     """The trace of JAX that the method runs in."""
     num_params: int = -1
     """How many parameters, or modules with parameters, of the module are recorded."""
 
-    @property
-    def scope(self) -> Any:
-        """The scope of the module."""
-        return self.module.scope
-
 
 class Call(Interception):
-    """One call of a converted model by code outside of the model."""
+    """One call of a converted model by code outside of the model.
+
+    Args:
+        cls: the class of the model.
+        rules: the rules of the model.
+        counted: for ``report``, gets the contractions and the decisions about them by ``Site.scope``. Each
+            contraction is then computed in this scope, and none is converted.
+    """
 
     collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
     """The collections that ``put_in`` and ``take_out`` convert."""
@@ -53,9 +56,11 @@ class Call(Interception):
     on_op: Any = None
     """A function that computes the Linen ops of the call in another way; see ``calls_of``."""
 
-    def __init__(self, cls: type, rules: Rules) -> None:
+    def __init__(
+        self, cls: type, rules: Rules, *, counted: dict[str, tuple[Site, Decision]] | None = None
+    ) -> None:
         super().__init__()
-        self.cls = cls
+        self.cls, self.counted = cls, counted
         self.rules = self._rules_here = rules
         self.decided: list[tuple[Site, Decision]] = []
         self.has_ops = False
@@ -85,7 +90,8 @@ class Call(Interception):
             inputs_of_calls(model)[method] = jax.tree.map(as_struct, (args, kwargs))
         if method == "__call__" and self.is_init:
             self.rules.check_matched(self.decided)
-            if not (self.has_ops or any(decision.converts for _, decision in self.decided)):
+            is_converted = self.has_ops or any(decision.converts for _, decision in self.decided)
+            if not is_converted and self.counted is None:
                 raise ValueError(why_unconverted(self.decided))
 
     # How methods run.
@@ -116,7 +122,7 @@ class Call(Interception):
         if not any(frame.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
         method = "" if is_main else context.method_name
-        self.frames.append(LinenFrame(scope.path, module, method, trace=trace_behind()))
+        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
         try:
             with self.watching(), _without_state_in_variables(scope):
                 return run(*args, **kwargs)
@@ -141,49 +147,44 @@ class Call(Interception):
 
     # How a contraction is computed.
 
-    def contract(self, found: Contraction) -> tuple[Any, str]:
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction in FP8 if the rules convert it."""
-        site, decision = self.decide(found)
-        if not decision.converts:
-            return None, NOT_CONVERTED
-        options = {"form": self._rules_here.form} if site.op.has_form else {}
-        parent = self.frame.scope.push(site.name, reuse=True)
-        with jax.named_scope(BY_OP):
-            op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
-            return found.restore(op(*found.arguments)), ""
-
-    def decide(self, found: Contraction) -> tuple[Site, Decision]:
-        """Records a contraction and the decision about it, and returns both."""
-        site = found.site._replace(name=self._name_of(found))
-        site = site._replace(impossible=site.impossible or self._why_no_op())
+        scope = self.frame.scope
+        name = "0" if kernel is not None and self._is_of_a_layer(kernel) else site.name
+        site = site._replace(name=f"{site.op.name}_{name}")
+        if isinstance(site.module, nn.WeightNorm | nn.SpectralNorm):
+            site = site._replace(impossible="part of a normalization of weights")
+        elif self not in calls_of(scope) and site.impossible is None:
+            reason = (
+                "in a module that is applied to variables of its own, where there is no place for state"
+            )
+            site = site._replace(impossible=reason)
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
             decision = decision._replace(pattern=None)  # it is one of the rules of another model
         site = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
         self.decided.append((site, decision))
-        return site, decision
+        if self.counted is not None:
+            self.counted[site.scope] = site, decision
+            return site.scope
+        if not decision.converts:
+            return NOT_CONVERTED
+        options = {"form": self._rules_here.form} if site.op.has_form else {}
+        with jax.named_scope(BY_OP):
+            parent = scope.push(site.name, reuse=True)
+            return by(OPS[site.op](recipe=decision.recipe, **options, parent=parent))
 
-    def _name_of(self, found: Contraction) -> str:
-        """Returns the name of the op of a contraction.
+    def _is_of_a_layer(self, kernel: Origin) -> bool:
+        """Returns whether the running module is a Linen layer that takes an op for this kernel.
 
-        In a Linen layer that takes ops, the op has the name that an op given by hand would have.
+        The op then has the name that an op given by hand would have.
         """
-        site, name = found.site, found.site.name
+        module = self.frame.module
         fields = ("dot_general_cls", "conv_general_dilated_cls")
-        takes_ops = isinstance(site.module, nn.Einsum) or any(hasattr(site.module, one) for one in fields)
-        if found.kernel is not None and takes_ops:
-            is_own = any(x.path == (*self.frame.path, "kernel") for x in found.kernel.sources)
-            # A layer of Linen has one contraction.
-            name = "0" if is_own or type(site.module).__module__.startswith("flax.") else name
-        return f"{site.op.name}_{name}"
-
-    def _why_no_op(self) -> str | None:
-        """Returns the reason why the running method can have no op; None if it can."""
-        if isinstance(self.frame.module, nn.WeightNorm | nn.SpectralNorm):
-            return "part of a normalization of weights"
-        if self not in calls_of(self.frame.scope):
-            return "in a module that is applied to variables of its own, where there is no place for state"
-        return None
+        if not (isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)):
+            return False
+        is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
+        return is_own or type(module).__module__.startswith("flax.")  # it has one contraction
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
@@ -192,11 +193,9 @@ class Call(Interception):
 
     def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
         """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
-        value = self.stored(op, leaf.name)
-        root = self._root_of(op)
+        value, (root, path) = self.stored(op, leaf.name), self._place(op, leaf.name)
         if value is None and op.is_initializing() and root.is_mutable_collection(PARAMS):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
-            path = swapped((*op.path, leaf.name))[len(root.path) :]
             ((name, below),) = unflatten_dict({path: value}).items()
             root.put_variable(PARAMS, name, below)
             self._made.add((*root.path, *path))
@@ -204,46 +203,21 @@ class Call(Interception):
 
     def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
         """Returns an array that the parameters hold for an op; None if there is none of this name."""
-        root = self._root_of(op)
-        path = swapped((*op.path, name))[len(root.path) :]
+        root, path = self._place(op, name)
         value: jax.Array | None = _found(_variables_of(root).get(PARAMS, {}), path)
         return value
 
-    def _root_of(self, op: Fp8Op) -> Any:
-        """Returns the root scope whose parameters hold the state of an op.
+    def _place(self, op: Fp8Op, name: str) -> tuple[Any, Path]:
+        """Returns the root scope whose parameters hold an array of an op, and its path in them.
 
         It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
         changed the state.
         """
         here = trace_behind()
-        for frame in self.frames:
-            root = frame.scope.root
-            if frame.trace is here and self in calls_of(root) and op.path[: len(root.path)] == root.path:
-                return root
-        return op.scope.root
-
-
-class CountingCall(Call):
-    """A call for ``report``: no contraction is converted, and each is computed in its ``Site.scope``.
-
-    Args:
-        found: gets the contractions and the decisions about them, by their scopes.
-    """
-
-    def __init__(self, found: dict[str, tuple[Site, Decision]], cls: type, rules: Rules) -> None:
-        super().__init__(cls, rules)
-        self._found = found
-
-    def contract(self, found: Contraction) -> tuple[Any, str]:
-        """Records a contraction."""
-        site, decision = self.decide(found)
-        self._found[site.scope] = site, decision
-        return None, site.scope
-
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Checks that the rules match. A model of which nothing is converted has a report, too."""
-        if method == "__call__" and self.is_init:
-            self.rules.check_matched(self.decided)
+        roots = [frame.scope.root for frame in self.frames if frame.trace is here]
+        own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
+        root = next(own, op.scope.root)
+        return root, swapped((*op.path, name))[len(root.path) :]
 
 
 def inputs_of_calls(model: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -45,19 +45,6 @@ def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
             yield row, one
 
 
-class Contraction(NamedTuple):
-    """A contraction in the form that an op computes."""
-
-    site: Site
-    """Its description for the rules. ``name`` is the part of the op's name that its kernel gives."""
-    arguments: tuple[Any, ...]
-    """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
-    kernel: Origin | None
-    """The origin of the kernel; None for a contraction of two activations or of two parameters."""
-    restore: Callable[[Any], Any]
-    """Returns the result of the contraction, given the result of the op."""
-
-
 @dataclasses.dataclass
 class Frame:
     """A method of a module that is running."""
@@ -81,17 +68,21 @@ class Interception(ABC):
     def __init__(self) -> None:
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
-        """One entry for each running function with a derivative of its own."""
+        """Whether the running functions that are not looked into have derivatives of their own."""
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
     @abstractmethod
-    def contract(self, found: Contraction) -> tuple[Any, str]:
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
 
+        Args:
+            site: its description. ``name`` is the part of the op's name that comes from the kernel.
+            kernel: the origin of the kernel; None for two activations or two parameters.
+            by: computes the contraction by an op.
+
         Returns:
-            The result, and an empty text. Or None, and the ``jax.named_scope`` to compute the contraction
-            in without FP8.
+            The result, or the name of the scope (``jax.named_scope``) to compute it in without FP8.
         """
 
     @abstractmethod
@@ -111,16 +102,15 @@ class Interception(ABC):
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
-        Functions inside of JAX's own transformations (``lax.scan``, ``jax.checkpoint``, custom derivatives)
-        run in other traces. So do those inside of Flax's transformations, whose modules call this method
-        again.
+        Functions inside of transformations (``lax.scan``, ``jax.checkpoint``, custom derivatives) run in
+        other traces. The modules inside of Flax's transformations call this method again.
         """
         if current_handler() is self:
             return contextlib.nullcontext()
         return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
 
-    def contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Contraction:
-        """Returns the contraction that a primitive computes with these operands and parameters."""
+    def _contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+        """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
         left, kernel = self.origins.of(lhs), self.origins.of(rhs)
@@ -151,9 +141,9 @@ class Interception(ABC):
             impossible=impossible,
             name=name,
             is_swapped=is_swapped,
-            in_custom_vjp=bool(self.custom_vjps),
+            in_custom_vjp=any(self.custom_vjps),
         )
-        return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
+        return site, kernel, lambda op: restore(op(lhs, rhs, *arguments))
 
     def on_primitive(
         self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
@@ -162,17 +152,17 @@ class Interception(ABC):
         if self.is_passing:
             return front.compute(primitive, operands, params)
         self.look_for_params()  # for every primitive, so it must be fast
-        computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
             with running_in(front.behind), self.having(is_passing=True):
-                result, scope = self.contract(self.contraction(row, operands, params))
-            if result is not None:
+                result = self.contract(*self._contraction(row, operands, params))
+            if not isinstance(result, str):
                 return result
-            computed_in = jax.named_scope(scope)
+            scope = jax.named_scope(result)
         elif primitive.name == "jit" and self._should_open(operands, params):
             return front.open(params["jaxpr"], operands)
-        with computed_in, self.having(is_passing=True):
+        with scope, self.having(is_passing=True):
             results = front.compute(primitive, operands, params)
         self.origins.follow(primitive, operands, params, results)
         return results
@@ -182,11 +172,11 @@ class Interception(ABC):
         if self.is_passing:
             return compute()
         self.look_for_params()
-        self.custom_vjps.extend([True] * is_custom_vjp)
+        self.custom_vjps.append(is_custom_vjp)
         try:
             results = compute()
         finally:
-            del self.custom_vjps[len(self.custom_vjps) - is_custom_vjp :]
+            self.custom_vjps.pop()
         self.origins.call(operands, results)
         return results
 

@@ -65,12 +65,7 @@ class Origin(NamedTuple):
         return self.steps is not None
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
-        """Makes the value of a whole parameter from an array in the place of the parameter.
-
-        Args:
-            array: the array.
-            casts: whether casts are applied.
-        """
+        """Makes the value of a whole parameter from an array in the place of it, perhaps without casts."""
         assert self.steps is not None
         for primitive, params in self.steps:
             if primitive.name != CAST or casts:
@@ -96,9 +91,7 @@ class Origin(NamedTuple):
         way has one state, as a layer that is called twice has. The name ends with ``-T`` if the contraction
         sums over the last dimension of the parameter, as in ``x @ w.T``.
 
-        Args:
-            module: the path of the module.
-            summed: the dimensions of the value over which a contraction sums.
+        ``summed`` are the dimensions of the value over which the contraction sums.
         """
         own = len(module)
         paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
@@ -192,15 +185,14 @@ class ParamOrigins:
             self.call(operands, results)
             return
         made_of = [(one, x) for one, x in zip(known, operands) if isinstance(one, Origin) and one.sources]
-        is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands) == 1
-        is_joined = primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        is_movement = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         for i, result in enumerate(results):
-            if is_moved:
-                (one, x), *_ = made_of
+            if is_movement and len(made_of) == 1:
+                ((one, x),) = made_of
                 self._set(result, one.moved(primitive, params, i, x.shape))
                 continue
             alike = [one for one, x in made_of if np.shape(x) == result.shape and one.part is not None]
-            first = alike[0] if alike and not is_joined else Origin()
+            first = alike[0] if alike and not is_movement else Origin()
             # The axes are those of the first source.
             sources = dict.fromkeys((*first.sources[:1], *_joined([one for one, _ in made_of])))
             self._set(result, Origin(tuple(sources), first.part, first.axes))

@@ -16,7 +16,7 @@ from fp8flax._core.ops.row import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
-from fp8flax._model.converted_call import CountingCall
+from fp8flax._model.converted_call import Call
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
@@ -77,17 +77,16 @@ class ModelReport:
         total = sum(row.flops for row in self.rows) or 1
         rows = []
         for row in self.rows:
-            sizes = (row.batch, row.m, row.k, row.n)[0 if row.batch != 1 else 1 :]
-            name = (row.kernel or "").removeprefix(f"{row.path}/") if row.path else row.kernel
+            name = (row.kernel or "-").removeprefix(f"{row.path}/" if row.path else "")
+            sizes = [row.batch] * (row.batch != 1) + [row.m, row.k, row.n]
+            share, is_fp8 = f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no"
+            sizes_text = "×".join(map(str, sizes))
             rows.append(
-                (
-                    *(row.path or "(the model)", name or "-", "×".join(map(str, sizes)), str(row.count)),
-                    *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
-                )
+                (row.path or "(the model)", name, sizes_text, str(row.count), share, is_fp8, row.reason)
             )
         header = ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why")
-        lines = table_lines(header, rows)
-        lines += [
+        lines = [
+            *table_lines(header, rows),
             "",
             f"{len(self.converted)} of {len(self.rows)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of their FLOPs).",
@@ -140,7 +139,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, SEE_AUDIT)
     decided: dict[str, tuple[Site, Decision]] = {}
-    make_call = partial(CountingCall, decided)
+    make_call = partial(Call, counted=decided)
     counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
     return report_of(trace_apply(counted, None, args, kwargs), decided)
 
@@ -168,16 +167,17 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     rows = []
     for (key, sizes), count in counts.items():
         site, decision = decided[key]
-        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
-        is_off = decision.converts and recipe is None
+        converted, reason = decision.converts, decision.reason
+        if converted and recipe_in_use(decision.recipe, DelayedScaling()) is None:
+            converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         rows.append(
             Row(
                 path=site.path,
                 kernel=site.kernel,
                 **sizes._asdict(),
                 count=count,
-                converted=recipe is not None,
-                reason=f"FP8 is off; otherwise in FP8 {decision.reason}" if is_off else decision.reason,
+                converted=converted,
+                reason=reason,
                 flops=count * sizes.flops,
             )
         )

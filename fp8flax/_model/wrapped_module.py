@@ -132,7 +132,7 @@ def _as_method(model: Any, method: Any) -> Any:
         if isinstance(found, nn.Module):
             return _as_method(model, lambda model, *args, **kwargs: getattr(model, name)(*args, **kwargs))
         method = found if callable(found) else method
-    if method is None or not callable(method):
+    if not callable(method):
         return method  # None is __call__; for other values Linen raises the error
     function = getattr(method, "__func__", method)
     own = vars(type(model)).get(getattr(function, "__name__", ""))

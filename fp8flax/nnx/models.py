@@ -21,7 +21,7 @@ from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
-from fp8flax._model.interception import Contraction
+from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
@@ -207,13 +207,12 @@ class DryRun:
         finally:
             dry_run.reset(token)
 
-    def scope_of(self, contraction: Contraction) -> str:
+    def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
-        site, path = contraction.site, contraction.site.module._fp8_path
-        node = self.nodes[path]
-        stacked: tuple[int, ...] | None = ()
-        if contraction.kernel is not None:
-            source = contraction.kernel.sources[0]
+        path = site.module._fp8_path
+        node, stacked = self.nodes[path], cast(tuple[int, ...] | None, ())
+        if kernel is not None:
+            source = kernel.sources[0]
             whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
             stacked = _stack_of(whole.get_value().shape, source.shape)
             site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
@@ -223,7 +222,7 @@ class DryRun:
 
     def record(self, found: Found) -> str:
         """Records a contraction, and returns the scope to compute it in."""
-        found = found._replace(site=found.site._replace(in_custom_vjp=bool(self.custom_vjps)))
+        found = found._replace(site=found.site._replace(in_custom_vjp=any(self.custom_vjps)))
         self.found[found.site.scope] = found
         return found.site.scope
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -19,7 +20,9 @@ from flax import nnx
 from fp8flax._compat.traces import current_handler, unwatched
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.row import DOT_GENERAL
-from fp8flax._model.interception import Contraction, Frame, Interception
+from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.param_origin import Origin
+from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import Fp8Op
 
@@ -48,17 +51,14 @@ class ModuleCall(Interception):
                 (tuple(map(str, path)), x.get_value()) for path, x in params_of(self.frame.module)
             )
 
-    def contract(self, found: Contraction) -> tuple[Any, str]:
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        site = found.site
         prefix = "fp8" if site.op is DOT_GENERAL else f"fp8_{site.op.nnx_field}"
         name = f"{prefix}_{site.name.replace('-', '_')}"
         if self._dry_run is not None:
-            return None, self._dry_run.scope_of(found._replace(site=site._replace(name=name)))
+            return self._dry_run.scope_of(site._replace(name=name), kernel)
         op = getattr(site.module, name, None)
-        if not isinstance(op, Fp8Op):
-            return None, NOT_CONVERTED
-        return found.restore(op(*found.arguments)), ""
+        return by(op) if isinstance(op, Fp8Op) else NOT_CONVERTED
 
 
 def params_of(module: Any) -> list[tuple[Any, Any]]:
