@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -213,10 +213,10 @@ class Call(Interception):
         It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
         changed the state.
         """
-        here = trace_behind()
+        here, scope = trace_behind(), cast(Any, op.scope)
         roots = [frame.scope.root for frame in self.frames if frame.trace is here]
         own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
-        root = next(own, op.scope.root)
+        root = next(own, scope.root)
         return root, swapped((*op.path, name))[len(root.path) :]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fp8flax._compat import name_scopes
-from fp8flax._compat.jaxprs import Equation, equations
+from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
@@ -28,21 +28,8 @@ from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
-# These match a whole element of a stack of scopes, because a module's name may begin with the same text.
-IN_OP = re.compile(rf"\b{BY_OP}\b")
+# It matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
-
-
-def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
-    """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
-
-    def is_outside(equation: Equation) -> bool:
-        return row_of(equation.eqn.primitive) is None and IN_OP.search(equation.scopes) is None
-
-    for one in equations(program, looks_into=is_outside):
-        row = row_of(one.eqn.primitive)
-        if row is not None and IN_OP.search(one.scopes) is None:
-            yield row, one
 
 
 @dataclasses.dataclass

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import COUNTED, NOT_CONVERTED
-from fp8flax._core.ops.row import GemmSizes
+from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
+from fp8flax._core.ops.row import GemmSizes, row_of
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import Call
-from fp8flax._model.interception import contractions_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
@@ -153,8 +153,10 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     """
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
-    for row, one in contractions_in(program):
-        eqn, scopes = one.eqn, one.scopes
+    for one in equations(program):
+        eqn, scopes, row = one.eqn, one.scopes, row_of(one.eqn.primitive)
+        if row is None or re.search(rf"\b{BY_OP}\b", scopes):
+            continue
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
         lhs, rhs, *more = (var.aval for var in eqn.invars)
         if scope in decided:

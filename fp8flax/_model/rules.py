@@ -20,17 +20,14 @@ from fp8flax._core.recipes import Recipe, check_recipe
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
 
-
 Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
 
 SMALLEST_SIZE = 16
 """K and N below this are less than one tile of the FP8 units."""
 
 BREAK_EVEN = 281
-"""The value of ``1/(1/M + 1/K + 1/N)`` from which on FP8 can beat bf16 on an H200.
-
-It assumes 790 TFLOP/s in bf16, 1400 TFLOP/s in FP8, and one pass to quantize. For any M the term is less
-than ``1/(1/K + 1/N)``."""
+"""The value of ``1/(1/M + 1/K + 1/N)`` from which on FP8 can beat bf16 on an H200: with 790 TFLOP/s in
+bf16, 1400 TFLOP/s in FP8, and one pass to quantize. For any M the term is less than ``1/(1/K + 1/N)``."""
 
 LOGITS = re.compile(
     r"(^|[/_])(lm_?head|logits?(_dense)?|classifier|unembed(ding)?)(_?\d*)($|/)"
@@ -143,9 +140,9 @@ class Rules:
                 ) from error
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields each pattern in the order in which they are tried: its description, it, and its outcome.
+        """Yields, in the order in which they are tried, each pattern or callable after its description.
 
-        A callable of ``rules`` takes the place of a pattern and of its outcome.
+        The outcome of a pattern follows.
         """
         for pattern in self.exclude:
             yield f"exclude {pattern!r}", pattern, LEAVE
@@ -233,10 +230,7 @@ def _check_outcome(outcome: Any, who: str) -> None:
 
 
 def _left_by_default(site: Site) -> str | None:
-    """Returns why a contraction stays wide by default; None if it is converted.
-
-    The reason is its layer, or that FP8 cannot make it faster at any batch size.
-    """
+    """Returns why a contraction stays wide by default, at any batch size; None if it is converted."""
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):
         return "an embedding"

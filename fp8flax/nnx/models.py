@@ -266,12 +266,12 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
                 watch(site.module)
         elif site.impossible is None:
             setattr(site.module, site.name, nnx.static(LeftWide(site.path, one.plain, decision.reason)))
-    layers = {id(layer.op): layer.site.path for layer in reversed(list(layers_of(copy)))}
+    fields = {row.nnx_field for row in OPS}
     ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
     if not ops:
         raise ValueError(why_unconverted(decided))
     for path, op in ops:
-        op._scope = layers.get(id(op), "/".join(map(str, path)))
+        op._scope = "/".join(map(str, path[:-1] if path[-1] in fields else path))
         op._reason = op._reason or "an op of its own"
     return copy
 
