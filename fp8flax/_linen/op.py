@@ -15,7 +15,7 @@ from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
-from fp8flax._linen.conversion import running_calls
+from fp8flax._linen.conversion import calls_of
 
 
 class Fp8Op(OpBase, nn.Module):
@@ -29,7 +29,7 @@ class Fp8Op(OpBase, nn.Module):
 
     @property
     def _run(self) -> Callable[..., jax.Array]:
-        calls, compute = running_calls(), super()._run
+        calls, compute = calls_of(self.scope), super()._run
         on_op = calls[-1].on_op if calls else None
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
@@ -41,7 +41,9 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        has_state = not self.is_initializing() and (running_calls() or self.has_variable(collection, name))
+        has_state = not self.is_initializing() and (
+            calls_of(self.scope) or self.has_variable(collection, name)
+        )
         if has_state and self._is_named_mutable():
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
@@ -50,7 +52,7 @@ class Fp8Op(OpBase, nn.Module):
                 "fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
-        for call in running_calls()[-1:]:
+        for call in calls_of(self.scope)[-1:]:
             if (value := call.state_of(self, leaf)) is not None:
                 return value, where
         if any(isinstance(module, nn.WeightNorm) for module in running_modules()):

@@ -9,16 +9,17 @@ all other primitives, to know which values are parameters.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fp8flax._compat import name_scopes
-from fp8flax._compat.jaxprs import Equation, equations
+from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.row import OpRow, row_of
@@ -27,62 +28,48 @@ from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
-# These match a whole element of a stack of scopes, because a module's name may begin with the same text.
-IN_OP = re.compile(rf"\b{BY_OP}\b")
+# It matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 
-def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
-    """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
+@dataclasses.dataclass
+class Frame:
+    """A method of a module that is running."""
 
-    def is_outside(equation: Equation) -> bool:
-        row = row_of(equation.eqn.primitive)
-        return row is None and IN_OP.search(equation.scopes) is None
-
-    for one in equations(program, looks_into=is_outside):
-        row = row_of(one.eqn.primitive)
-        if row is not None and IN_OP.search(one.scopes) is None:
-            yield row, one
-
-
-class Contraction(NamedTuple):
-    """A contraction in the form that an op computes."""
-
-    site: Site
-    """Its description for the rules. ``name`` is the part of the op's name that comes from the kernel."""
-    arguments: tuple[Any, ...]
-    """The two operands and the other arguments of the op; if one operand is a kernel, it is the second."""
-    kernel: Origin | None
-    """The origin of the kernel; None for a contraction of two activations or of two parameters."""
-    restore: Callable[[Any], Any]
-    """Returns the result of the contraction, given the result of the op."""
-
-
-_in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
-"""Whether the running code is inside of a function with a derivative of its own."""
+    path: Path
+    """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
+    module: Any
+    method: str
+    """The name of the method; empty for ``__call__`` and for compact methods."""
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The number of contractions without a kernel that the method has computed, by their names."""
 
 
 class Interception(ABC):
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
+    frame: Frame
+    """The innermost method that is running."""
     is_nnx = False
 
     def __init__(self) -> None:
         self.origins = ParamOrigins()
+        self.custom_vjps: list[bool] = []
+        """Whether the running functions that are not looked into have derivatives of their own."""
         self.is_passing = False
         """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
     @abstractmethod
-    def running(self) -> tuple[Path, Any]:
-        """Returns the module whose method runs, after its path in the model."""
-
-    @abstractmethod
-    def contract(self, found: Contraction) -> tuple[Any, str]:
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
 
+        Args:
+            site: its description. ``name`` is the part of the op's name that comes from the kernel.
+            kernel: the origin of the kernel; None for two activations or two parameters.
+            by: computes the contraction by an op.
+
         Returns:
-            The result, and an empty text. Or None, and the ``jax.named_scope`` to compute the contraction
-            in without FP8.
+            The result, or the name of the scope (``jax.named_scope``) to compute it in without FP8.
         """
 
     @abstractmethod
@@ -102,16 +89,15 @@ class Interception(ABC):
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
-        Functions inside of JAX's own transformations (``lax.scan``, ``jax.checkpoint``, custom derivatives)
-        run in other traces. So do those inside of Flax's transformations, whose modules call this method
-        again.
+        Functions inside of transformations (``lax.scan``, ``jax.checkpoint``, custom derivatives) run in
+        other traces. The modules inside of Flax's transformations call this method again.
         """
         if current_handler() is self:
             return contextlib.nullcontext()
         return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
 
-    def contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Contraction:
-        """Returns the contraction that a primitive computes with these operands and parameters."""
+    def _contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+        """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
         left, kernel = self.origins.of(lhs), self.origins.of(rhs)
@@ -119,29 +105,32 @@ class Interception(ABC):
         is_swapped = left is not None and kernel is None and row.swapped is not None
         if is_swapped and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
-            lhs, rhs = rhs, lhs
-            left, kernel = kernel, left
-        kind = "product" if kernel is None else "kernel" if left is None else "parameters"
-        if kind != "kernel":
-            kernel = None
-        path, module = self.running()
-        summed = arguments[0][0][1] if row.primitive == "dot_general" else ()
+            lhs, rhs, left, kernel = rhs, lhs, None, left
+        impossible, kind = row.unsupported(params), "product"
+        if left is not None and kernel is not None:
+            impossible, kind, kernel = impossible or "a product of two parameters", "parameters", None
+        frame = self.frame
+        if kernel is None:
+            product = f"{frame.method}_{kind}".lstrip("_")
+            name = f"{product}_{frame.counts[product]}"
+            frame.counts[product] += 1
+        else:
+            name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
         site = Site(
-            path="/".join(path),
-            module=module,
+            path="/".join(frame.path),
+            module=frame.module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
-            kind=kind,
             op=row,
             shapes=(lhs.shape, rhs.shape),
             dtypes=(lhs.dtype, rhs.dtype),
             sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
-            impossible=row.unsupported(params),
-            name="" if kernel is None else kernel.name(path, summed),
+            impossible=impossible,
+            name=name,
             is_swapped=is_swapped,
-            in_custom_vjp=_in_custom_vjp.get(),
+            in_custom_vjp=any(self.custom_vjps),
         )
-        return Contraction(site, (lhs, rhs, *arguments), kernel, restore)
+        return site, kernel, lambda op: restore(op(lhs, rhs, *arguments))
 
     def on_primitive(
         self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
@@ -150,17 +139,17 @@ class Interception(ABC):
         if self.is_passing:
             return front.compute(primitive, operands, params)
         self.look_for_params()  # for every primitive, so it must be fast
-        computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
             with running_in(front.behind), self.having(is_passing=True):
-                result, scope = self.contract(self.contraction(row, operands, params))
-            if result is not None:
+                result = self.contract(*self._contraction(row, operands, params))
+            if not isinstance(result, str):
                 return result
-            computed_in = jax.named_scope(scope)
+            scope = jax.named_scope(result)
         elif primitive.name == "jit" and self._should_open(operands, params):
             return front.open(params["jaxpr"], operands)
-        with computed_in, self.having(is_passing=True):
+        with scope, self.having(is_passing=True):
             results = front.compute(primitive, operands, params)
         self.origins.follow(primitive, operands, params, results)
         return results
@@ -170,11 +159,11 @@ class Interception(ABC):
         if self.is_passing:
             return compute()
         self.look_for_params()
-        token = _in_custom_vjp.set(_in_custom_vjp.get() or is_custom_vjp)
+        self.custom_vjps.append(is_custom_vjp)
         try:
             results = compute()
         finally:
-            _in_custom_vjp.reset(token)
+            self.custom_vjps.pop()
         self.origins.call(operands, results)
         return results
 

@@ -40,15 +40,14 @@ def quantize_model(
     numbers. The result is used like ``model``.
 
     **Linen.** ``init`` gives the same parameters. With delayed scaling it also gives the state that the
-    layers would have with ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``, ``nn.vmap`` and
-    ``nn.remat`` the state is stacked and shared as the parameters are, although the model does not name the
-    collection there.
+    layers would have with ``dot_general_cls=Fp8DotGeneralOp``. While the model runs, the state is among the
+    parameters. So ``nn.scan``, ``nn.vmap`` and ``nn.remat`` stack and share it, although the model does not
+    name its collection there; and functions of ``nn.map_variables`` get it.
 
-    Names of the state: a contraction that is written out with a parameter ``w`` has the state
-    ``Fp8DotGeneralOp_w``, whatever else the method computes. ``…_qkv-axis1-0-64`` is the state of
-    ``qkv[:, :64]``, and ``…_w-T`` that of a transpose. A kernel that is used twice in the same way has one
-    state, as a layer that is called twice has. Products of activations have no parameter to be named by;
-    they are numbered.
+    A contraction that is written out with a parameter ``w`` has the state ``Fp8DotGeneralOp_w``, whatever
+    else the method computes. ``…_qkv-axis1-0-64`` is the state of ``qkv[:, :64]``, and ``…_w-T`` that of a
+    transpose. A kernel that is used twice in the same way has one state. Products of activations are
+    numbered.
 
     **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
     ``inputs``, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``

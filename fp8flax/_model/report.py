@@ -7,16 +7,17 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import COUNTED, NOT_CONVERTED
-from fp8flax._core.ops.row import GemmSizes
+from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
+from fp8flax._core.ops.row import GemmSizes, row_of
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
-from fp8flax._model.converted_call import CountingCall, seen_of
-from fp8flax._model.interception import contractions_in
+from fp8flax._model.converted_call import Call
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Decision, Site
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
@@ -76,17 +77,16 @@ class ModelReport:
         total = sum(row.flops for row in self.rows) or 1
         rows = []
         for row in self.rows:
-            sizes = (row.batch, row.m, row.k, row.n)[0 if row.batch != 1 else 1 :]
-            name = (row.kernel or "").removeprefix(f"{row.path}/") if row.path else row.kernel
+            name = (row.kernel or "-").removeprefix(f"{row.path}/" if row.path else "")
+            sizes = [row.batch] * (row.batch != 1) + [row.m, row.k, row.n]
+            share, is_fp8 = f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no"
+            sizes_text = "×".join(map(str, sizes))
             rows.append(
-                (
-                    *(row.path or "(the model)", name or "-", "×".join(map(str, sizes)), str(row.count)),
-                    *(f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no", row.reason),
-                )
+                (row.path or "(the model)", name, sizes_text, str(row.count), share, is_fp8, row.reason)
             )
         header = ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why")
-        lines = table_lines(header, rows)
-        lines += [
+        lines = [
+            *table_lines(header, rows),
             "",
             f"{len(self.converted)} of {len(self.rows)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of their FLOPs).",
@@ -138,9 +138,10 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         must = "come from fp8flax.quantize_model, not from freeze"
         raise wrong_model(model, must, SEE_AUDIT)
-    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, CountingCall))
-    program = trace_apply(counted, None, args, kwargs)
-    return report_of(program, {site.scope: (site, decision) for site, decision in seen_of(counted).decided})
+    decided: dict[str, tuple[Site, Decision]] = {}
+    make_call = partial(Call, counted=decided)
+    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
+    return report_of(trace_apply(counted, None, args, kwargs), decided)
 
 
 def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:
@@ -152,8 +153,10 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     """
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
-    for row, one in contractions_in(program):
-        eqn, scopes = one.eqn, one.scopes
+    for one in equations(program):
+        eqn, scopes, row = one.eqn, one.scopes, row_of(one.eqn.primitive)
+        if row is None or re.search(rf"\b{BY_OP}\b", scopes):
+            continue
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
         lhs, rhs, *more = (var.aval for var in eqn.invars)
         if scope in decided:
@@ -166,16 +169,17 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     rows = []
     for (key, sizes), count in counts.items():
         site, decision = decided[key]
-        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
-        is_off = decision.converts and recipe is None
+        converted, reason = decision.converts, decision.reason
+        if converted and recipe_in_use(decision.recipe, DelayedScaling()) is None:
+            converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         rows.append(
             Row(
                 path=site.path,
                 kernel=site.kernel,
                 **sizes._asdict(),
                 count=count,
-                converted=recipe is not None,
-                reason=f"FP8 is off; otherwise in FP8 {decision.reason}" if is_off else decision.reason,
+                converted=converted,
+                reason=reason,
                 flops=count * sizes.flops,
             )
         )

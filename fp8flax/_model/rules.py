@@ -20,17 +20,14 @@ from fp8flax._core.recipes import Recipe, check_recipe
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
 
-
 Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
 
 SMALLEST_SIZE = 16
 """K and N below this are less than one tile of the FP8 units."""
 
 BREAK_EVEN = 281
-"""The value of ``1/(1/M + 1/K + 1/N)`` from which on FP8 can beat bf16 on an H200.
-
-It assumes 790 TFLOP/s in bf16, 1400 TFLOP/s in FP8, and one pass to quantize. For any M the term is less
-than ``1/(1/K + 1/N)``."""
+"""The value of ``1/(1/M + 1/K + 1/N)`` from which on FP8 can beat bf16 on an H200: with 790 TFLOP/s in
+bf16, 1400 TFLOP/s in FP8, and one pass to quantize. For any M the term is less than ``1/(1/K + 1/N)``."""
 
 LOGITS = re.compile(
     r"(^|[/_])(lm_?head|logits?(_dense)?|classifier|unembed(ding)?)(_?\d*)($|/)"
@@ -57,8 +54,6 @@ class Site(NamedTuple):
     """The path of the parameter that is the kernel, or of the first parameter that it is made of.
 
     None for a product of two activations or of two parameters."""
-    kind: str
-    """``"kernel"``, ``"product"`` (of two activations), or ``"parameters"``."""
     op: OpRow
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
@@ -68,7 +63,7 @@ class Site(NamedTuple):
     impossible: str | None = None
     """The reason why no FP8 op can compute the contraction; None if one can."""
     name: str = ""
-    """The name of the op in its module, if one computes the contraction; empty for a layer of NNX."""
+    """The name of its op in the module."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
     in_custom_vjp: bool = False
@@ -76,10 +71,7 @@ class Site(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The name of the scope by which ``report`` finds the contraction in a program.
-
-        The name is the same in each trace.
-        """
+        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
         text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
@@ -129,9 +121,6 @@ class Rules:
             if value is not None or name != "include":
                 is_one = isinstance(value, str) or not isinstance(value, Iterable)
                 object.__setattr__(self, name, (value,) if is_one else tuple(value))
-        for name in ("include", "exclude"):
-            for pattern in getattr(self, name) or ():
-                _check_pattern(pattern, name)
         for rule in self.rules:
             if callable(rule):
                 continue
@@ -140,13 +129,20 @@ class Rules:
                     "rules must be pairs of a regular expression on module paths and a recipe or "
                     f"'leave', or callables of (path, module, shapes); got {rule!r}."
                 )
-            _check_pattern(rule[0], "rules")
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
+        for text, pattern, _ in self._in_order():
+            try:
+                re.search("" if callable(pattern) else pattern, "")
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    "include, exclude and rules must have regular expressions on module paths; got "
+                    f"{text}: {error}."
+                ) from error
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields each pattern in the order in which they are tried: its description, it, and its outcome.
+        """Yields, in the order in which they are tried, each pattern or callable after its description.
 
-        A callable of ``rules`` takes the place of a pattern and of its outcome.
+        The outcome of a pattern follows.
         """
         for pattern in self.exclude:
             yield f"exclude {pattern!r}", pattern, LEAVE
@@ -156,12 +152,12 @@ class Rules:
             yield f"include {pattern!r}", pattern, self.recipe
 
     def decide(self, site: Site) -> Decision:
-        """Returns the decision about a contraction.
+        """Returns the decision of the first rule that matches a contraction; without one, the default.
 
         Raises:
             ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
         """
-        decision = self._first_decision(site)
+        decision = self._decide(site)
         if decision.converts and site.in_custom_vjp:
             raise ValueError(
                 f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
@@ -170,8 +166,8 @@ class Rules:
             )
         return decision
 
-    def _first_decision(self, site: Site) -> Decision:
-        """Returns the decision of the first rule that matches a contraction; without one, the default."""
+    def _decide(self, site: Site) -> Decision:
+        impossible = self._impossible(site)
         for text, pattern, outcome in self._in_order():
             if callable(pattern):
                 outcome = pattern(site.path, site.module, site.shapes)
@@ -183,12 +179,20 @@ class Rules:
             if isinstance(outcome, str):
                 return Decision(False, None, f"left by {text}", text)
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            reason = self._impossible(site)
-            return Decision(reason is None, outcome, reason or by, text)
+            return Decision(impossible is None, outcome, impossible or by, text)
         if self.include is not None:
             return Decision(False, None, "not included")
-        reason = self._impossible(site) or _left_by_default(site)
+        reason = impossible or _left_by_default(site)
         return Decision(reason is None, self.recipe, reason or BY_DEFAULT)
+
+    def _impossible(self, site: Site) -> str | None:
+        """Returns why no op can compute a contraction, or may; None if one can."""
+        if site.impossible is not None:
+            return site.impossible
+        if site.kernel is None and not self.products:
+            return "a product of two activations (products=True converts them)"
+        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
+        return f"operands of {', '.join(narrow)}" if narrow else None
 
     def check_matched(self, decided: Decided) -> None:
         """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
@@ -205,16 +209,6 @@ class Rules:
             f"{paths}. Correct the pattern, or pass allow_unmatched=True."
         )
 
-    def _impossible(self, site: Site) -> str | None:
-        if site.impossible is not None:
-            return site.impossible
-        if site.kind == "parameters":
-            return "a product of two parameters"
-        if site.kind == "product" and not self.products:
-            return "a product of two activations (products=True converts them)"
-        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
-        return f"operands of {', '.join(narrow)}" if narrow else None
-
 
 def why_unconverted(decided: Decided) -> str:
     """Returns a message: why the rules convert none of these contractions, and what to do."""
@@ -227,15 +221,6 @@ def why_unconverted(decided: Decided) -> str:
     )
 
 
-def _check_pattern(pattern: Any, name: str) -> None:
-    try:
-        re.search(pattern, "")
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."
-        ) from error
-
-
 def _check_outcome(outcome: Any, who: str) -> None:
     if isinstance(outcome, str):
         if outcome != LEAVE:
@@ -245,10 +230,7 @@ def _check_outcome(outcome: Any, who: str) -> None:
 
 
 def _left_by_default(site: Site) -> str | None:
-    """Returns why a contraction stays wide by default; None if it is converted.
-
-    The reason is its layer, or that FP8 cannot make it faster at any batch size.
-    """
+    """Returns why a contraction stays wide by default, at any batch size; None if it is converted."""
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):
         return "an embedding"
@@ -260,6 +242,6 @@ def _left_by_default(site: Site) -> str | None:
         return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
     if min(k, n) < SMALLEST_SIZE:
         return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
-    if site.kind == "kernel" and 1 / (1 / k + 1 / n) < BREAK_EVEN:
+    if site.kernel is not None and 1 / (1 / k + 1 / n) < BREAK_EVEN:
         return f"K={k}, N={n}: too small to gain, 1/(1/K + 1/N) = {1 / (1 / k + 1 / n):.0f} < {BREAK_EVEN}"
     return None

@@ -14,26 +14,30 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import in_call, running_calls
+from fp8flax._linen.conversion import calls_of, in_call
 from fp8flax._linen.eval_init import eval_init, split_arrays
-from fp8flax._model.converted_call import seen_of
+from fp8flax._model.converted_call import inputs_of_calls
 from fp8flax._model.rules import Rules
 
 # Only instances keep a class alive. After the last one, the class and its rules can be freed.
-_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def made_once(make: Callable[..., Any], *key: Any) -> Any:
+    """Returns the class that ``make(*key)`` makes; equal arguments give the same class."""
+    found = _classes.get((make, *key))
+    return _classes.setdefault((make, *key), make(*key)) if found is None else found
 
 
 def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
-    """Returns the subclass whose methods compute in FP8; equal arguments give the same class."""
-    key = cls, rules, make_call
-    found = _classes.get(key)
-    if found is None:
-        found = _classes.setdefault(key, _make_class(cls, rules, make_call))
-    return found
+    """Returns the subclass whose methods compute in FP8; equal arguments give the same class.
+
+    It keeps the name of the class, because Linen names modules by it.
+    """
+    return made_once(_make_class, cls, rules, make_call)
 
 
 def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
-    """Makes the subclass. It keeps the name of the class, because Linen names modules by it."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
         "__module__": cls.__module__,
@@ -47,7 +51,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         "_fp8_serving": None if isinstance(make_call, type) else make_call,
-        "_fp8_run": _in_call(_run),
+        "_fp8_run": _in_call(_fp8_run),
         **{
             name: _in_call(method)
             for name, method in methods.items()
@@ -62,33 +66,30 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, cls = running_calls(), type(self)
+        calls, cls = calls_of(self.scope), type(self)
         if self.scope is None or any(call.cls is cls for call in calls):
             return method(self, *args, **kwargs)
-        if calls and self._fp8_serving is None and calls[-1].owns(self.scope.root):
+        if calls and self._fp8_serving is None:
             with calls[-1].having(_rules_here=self._fp8_rules):
                 return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
-        call.is_init = self.is_initializing()
-
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            call.mark(module.scope)
-            return method(module, *args, **kwargs)
-
-        run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
-        with in_call(call):
-            mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            with nn.intercept_methods(call.around):  # also around setup, which Linen runs before the method
-                result = mapped(self, *args, **kwargs)
-            call.finish(self, method.__name__, args, kwargs, result)
+        call.path, call.is_init = self.scope.path, self.is_initializing()
+        mapped = nn.map_variables(method, call.collections, call.put_in, call.take_out, mutable=True)
+        # The interception is also around setup, which Linen runs before the method.
+        with in_call(self.scope, call), nn.intercept_methods(call.around):
+            result = mapped(self, *args, **kwargs)
+        call.finish(self, method.__name__, args, kwargs)
         return result
 
     return nn.nowrap(begin)
 
 
-def _run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
     return function(self, *args, **kwargs)
+
+
+_fp8_run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
 
 
 class _Converted:
@@ -109,10 +110,13 @@ class _Converted:
     def clone(self: Any, **kwargs: Any) -> Any:
         copy = super().clone(**kwargs)  # type: ignore[misc]
         if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
-            object.__setattr__(copy, "_fp8_seen", seen_of(self))
+            vars(copy)["_fp8_inputs"] = inputs_of_calls(self)
         return copy
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         return _empty, (self._fp8_base, self._fp8_rules, self._fp8_make_call), *state
 
@@ -128,7 +132,7 @@ def _as_method(model: Any, method: Any) -> Any:
         if isinstance(found, nn.Module):
             return _as_method(model, lambda model, *args, **kwargs: getattr(model, name)(*args, **kwargs))
         method = found if callable(found) else method
-    if method is None or not callable(method):
+    if not callable(method):
         return method  # None is __call__; for other values Linen raises the error
     function = getattr(method, "__func__", method)
     own = vars(type(model)).get(getattr(function, "__name__", ""))
@@ -146,8 +150,7 @@ def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
     new = object.__new__(cls)
     fresh = model.clone(parent=None)  # has an identity of its own
-    vars(new).update({**vars(model), **vars(fresh)})
-    vars(new).pop("_fp8_seen", None)
+    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
     return new
 
 

@@ -44,9 +44,8 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_jax, as_struct
+from fp8flax._model.converted_call import Call, as_jax, as_struct, inputs_of_calls
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.record import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
@@ -98,7 +97,7 @@ def freeze(
     unboxed = nn.meta.unbox(boxed)
     base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
     if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
-        base, rules, calls = model._fp8_base, model._fp8_rules, seen_of(model).calls
+        base, rules, calls = model._fp8_base, model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
     seen: dict[Path, SeenOp] = {}
@@ -137,7 +136,7 @@ class RecordingCall(Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op; its result does not depend on the kernel."""
-        if recipe is None or self.is_apart:
+        if recipe is None:
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         # The record outlives the call, so it must not hold arrays.
@@ -150,7 +149,7 @@ class RecordingCall(Call):
             self.seen[op.path] = found._replace(kernel=kernel)
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
         """Records nothing: the rules have been checked when the model was converted."""
 
 
@@ -207,15 +206,13 @@ class ServingCall(Call):
         """Returns the parameters; the caller has the other arrays."""
         return {PARAMS: split(variables).get(PARAMS, {})}
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any, result: Any) -> None:
+    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
         """Records nothing: the rules have been checked when the model was converted."""
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales."""
-        if self.is_apart:
-            return compute(lhs, rhs, *rest, **keywords)
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):

@@ -207,7 +207,7 @@ def _traced(
         marks[path] = _mark_of(variable) or name
         variable.set_metadata(**{_MARK: marks[path]}, on_get_value=on_get, on_set_value=on_set)
         _let_kernel_pass(site.module, kernel.dtype)
-        origin = Origin((Source(name, kernel.shape[num_stacked:]),), ())
+        origin = Origin((Source(name, kernel.shape[num_stacked:]),), "", steps=())
         found = SeenOp(site.op, recipe.gemms, origin, (), tuple(range(num_stacked)))
         setattr(site.module, site.name, nnx.static(calling(site.op, partial(record, path, found))))
     graphdef, state = nnx.split(copy)

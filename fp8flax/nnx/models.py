@@ -7,7 +7,6 @@ reason why not. ``report`` reads these attributes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -17,83 +16,25 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from fp8flax._compat.traces import current_handler
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
-from fp8flax._model.interception import Contraction
+from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
-from fp8flax.nnx.products import ModuleCall, dry_run, params_of, watch
-
-# Layers with a field for an op.
-
-
-class Kind(NamedTuple):
-    """A kind of NNX layer that has a field for an op."""
-
-    row: OpRow
-    """The op that the field takes."""
-    plain: Callable[..., jax.Array]
-    """The function of a layer without an op."""
-    kernel_shape: Callable[[Any], tuple[int, ...]]
-    """Returns the shape of the kernel of a layer, without the axes by which ``nnx.vmap`` stacked it."""
-    axes: Callable[[Any], tuple[Sequence[int], Sequence[int]]]
-    """Returns the axes of the kernel that the layer contracts, and the batch axes of the kernel."""
-
-
-def _einsum_names(layer: nnx.Einsum) -> list[str]:
-    """Returns the names of the axes of the input, the kernel and the result, without an ellipsis."""
-    return re.split(",|->", layer.einsum_str.replace("...", ""))
-
-
-def _einsum_axes(layer: nnx.Einsum) -> tuple[list[int], list[int]]:
-    lhs, rhs, result = _einsum_names(layer)
-    shared = [i for i, name in enumerate(rhs) if name in lhs]
-    return [i for i in shared if rhs[i] not in result], [i for i in shared if rhs[i] in result]
-
-
-def _general_axes(layer: nnx.LinearGeneral) -> tuple[list[int], list[int]]:
-    batch = len(layer.batch_axis)
-    return list(range(batch, batch + len(layer.in_features))), list(range(batch))
-
-
-_KINDS: dict[type[nnx.Module], Kind] = {
-    nnx.Linear: Kind(
-        DOT_GENERAL,
-        lax.dot_general,
-        lambda layer: (layer.in_features, layer.out_features),
-        lambda layer: ([0], []),
-    ),
-    nnx.LinearGeneral: Kind(
-        DOT_GENERAL,
-        lax.dot_general,
-        lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
-        _general_axes,
-    ),
-    nnx.Einsum: Kind(EINSUM, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
-    nnx.Conv: Kind(
-        CONV,
-        lax.conv_general_dilated,
-        lambda layer: tuple(layer.kernel_shape),
-        lambda layer: (list(range(len(layer.kernel_shape) - 1)), []),
-    ),
-}
+from fp8flax.nnx.products import dry_run, params_of, watch
 
 
 class Found(NamedTuple):
-    """A contraction of a model."""
+    """A contraction of a model: of a layer with a field for an op, or written out by a module."""
 
     site: Site
     """Its description. ``site.name`` is the attribute of ``site.module`` for its op."""
     stacked: tuple[int, ...]
     """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
-    kind: Kind | None = None
-    """The kind of the layer that computes it; None if a module writes it out."""
 
     @property
     def module(self) -> Any:
@@ -106,46 +47,46 @@ class Found(NamedTuple):
         found = getattr(self.module, self.site.name, None)
         return found if isinstance(found, Fp8Op) else None
 
-
-def layers_of(model: nnx.Module) -> Iterator[Found]:
-    """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
-    for path, module in nnx.iter_graph(model):
-        kind = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
-        if kind is None:
-            continue
-        shape, (contracted, batched) = kind.kernel_shape(module), kind.axes(module)
-        kernel = module.kernel.get_value()
-        stacked = _stack_of(kernel.shape, shape)
-        k = math.prod(shape[i] for i in contracted)
-        batch = math.prod(shape[i] for i in batched)
-        place, field = "/".join(map(str, path)), str(kind.row.nnx_field)
-        function = getattr(module, field)
-        is_free = function is None or function is kind.plain or isinstance(function, Fp8Op | LeftWide)
-        is_free = is_free and getattr(module, "dot_general_cls", None) is None
-        site = Site(
-            path=place,
-            module=module,
-            kernel=f"{place}/kernel".lstrip("/"),
-            kind="kernel",
-            op=kind.row,
-            shapes=(tuple(shape[i] for i in contracted), shape),
-            dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
-            sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
-            is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
-            impossible=(None if is_free else "it has an op of its own") if stacked is not None else STACKED,
-            name=field,
-        )
-        yield Found(site, stacked or (), kind)
+    @property
+    def plain(self) -> Callable[..., jax.Array]:
+        """The function that computes it without FP8."""
+        return jnp.einsum if self.site.op is EINSUM else self.site.op.plain
 
 
-STACKED = "its kernel is stacked along another axis than the first"
-"""The reason why no op can be at a place whose state could not be stacked as its kernel is."""
+class _Layer(NamedTuple):
+    """What a layer with a field for an op computes, as its attributes say."""
+
+    op: OpRow
+    kernel: tuple[int, ...]
+    """The shape of the kernel, without the axes by which ``nnx.vmap`` stacked it."""
+    summed: Sequence[int]
+    """The axes of the kernel that the layer sums over."""
+    batch: Sequence[int] = ()
+    """The axes of the kernel that are in both operands and in the result."""
+    is_matmul: bool = True
 
 
-def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the leading sizes of an array that ``part`` lacks; None if it lacks others."""
-    stack = whole[: len(whole) - len(part)]
-    return stack if (*stack, *part) == whole else None
+def _layer_of(module: Any) -> _Layer | None:
+    if isinstance(module, nnx.Linear):
+        return _Layer(DOT_GENERAL, (module.in_features, module.out_features), [0])
+    if isinstance(module, nnx.LinearGeneral):
+        batch, inputs = tuple(module.batch_axis.values()), tuple(module.in_features)
+        summed = range(len(batch), len(batch) + len(inputs))
+        return _Layer(DOT_GENERAL, (*batch, *inputs, *module.out_features), summed, range(len(batch)))
+    if isinstance(module, nnx.Einsum):
+        lhs, rhs, result = _einsum_names(module)
+        shared = [i for i, name in enumerate(rhs) if name in lhs]
+        both = [i for i in shared if rhs[i] in result]
+        return _Layer(EINSUM, tuple(module.kernel_shape), [i for i in shared if i not in both], both)
+    if isinstance(module, nnx.Conv):
+        kernel = tuple(module.kernel_shape)
+        return _Layer(CONV, kernel, range(len(kernel) - 1), is_matmul=_is_matmul(module))
+    return None
+
+
+def _einsum_names(layer: nnx.Einsum) -> list[str]:
+    """Returns the names of the axes of the input, the kernel and the result, without an ellipsis."""
+    return re.split(",|->", layer.einsum_str.replace("...", ""))
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
@@ -158,6 +99,46 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     windows = zip(layer.kernel_size, each(layer.kernel_dilation), each(layer.strides))
     are_apart = all((size - 1) * dilation < stride for size, dilation, stride in windows)
     return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
+
+
+def layers_of(model: nnx.Module) -> Iterator[Found]:
+    """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
+    for path, node in nnx.iter_graph(model):
+        module: Any = node
+        layer = _layer_of(module)
+        if layer is None:
+            continue
+        row, shape = layer.op, layer.kernel
+        kernel = module.kernel.get_value()
+        stacked = _stack_of(kernel.shape, shape)
+        k, batch = (math.prod(shape[i] for i in axes) for axes in (layer.summed, layer.batch))
+        place, field = "/".join(map(str, path)), str(row.nnx_field)
+        function = getattr(module, field)
+        is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
+        is_free = is_free and getattr(module, "dot_general_cls", None) is None
+        site = Site(
+            path=place,
+            module=module,
+            kernel=f"{place}/kernel".lstrip("/"),
+            op=row,
+            shapes=(tuple(shape[i] for i in layer.summed), shape),
+            dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
+            sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
+            is_matmul=layer.is_matmul,
+            impossible=(None if is_free else "it has an op of its own") if stacked is not None else STACKED,
+            name=field,
+        )
+        yield Found(site, stacked or ())
+
+
+STACKED = "its kernel is stacked along another axis than the first"
+"""The reason why no op can be at a place whose state could not be stacked as its kernel is."""
+
+
+def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the leading sizes of an array that ``part`` lacks; None if it lacks others."""
+    stack = whole[: len(whole) - len(part)]
+    return stack if (*stack, *part) == whole else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +165,16 @@ class DryRun:
     def __init__(self, model: Any) -> None:
         self.found: dict[str, Found] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
+        self.custom_vjps: list[bool] = []
+        """As in the calls of all modules; see ``Interception``."""
         self.nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
         self.layers = {layer.site.path: layer for layer in layers_of(model)}
         self.copy: Any = nnx.clone(model)
         for layer in layers_of(self.copy):
             function = getattr(layer.module, layer.site.name)
             if function is None or isinstance(function, Fp8Op | LeftWide):
-                function = _plain(layer)
-            setattr(layer.module, layer.site.name, nnx.static(_InField(function)))
+                function = layer.plain
+            setattr(layer.module, layer.site.name, nnx.static(_InField(layer.site.path, function)))
         for keys, node in list(nnx.iter_graph(self.copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
@@ -216,36 +199,36 @@ class DryRun:
         finally:
             dry_run.reset(token)
 
-    def scope_of(self, call: ModuleCall, contraction: Contraction) -> str:
-        """Records a contraction of a module, and returns the scope in which it is computed."""
-        path, site = call.module._fp8_path, contraction.site
-        node = self.nodes[path]
-        if call.in_field:
-            layer = self.layers[path]
-            found = layer._replace(site=layer.site._replace(in_custom_vjp=site.in_custom_vjp))
-        else:
-            stacked: tuple[int, ...] | None = ()
-            if contraction.kernel is not None:
-                source = contraction.kernel.sources[0]
-                whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
-                stacked = _stack_of(whole.get_value().shape, source.shape)
-                site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
-            impossible = site.impossible or (STACKED if stacked is None else None)
-            site = site._replace(path=path, module=node, impossible=impossible)
-            found = Found(site, stacked or ())
+    def scope_of(self, site: Site, kernel: Origin | None) -> str:
+        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        path = site.module._fp8_path
+        node, stacked = self.nodes[path], cast(tuple[int, ...] | None, ())
+        if kernel is not None:
+            source = kernel.sources[0]
+            whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
+            stacked = _stack_of(whole.get_value().shape, source.shape)
+            site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
+        impossible = site.impossible or (STACKED if stacked is None else None)
+        site = site._replace(path=path, module=node, impossible=impossible)
+        return self.record(Found(site, stacked or ()))
+
+    def record(self, found: Found) -> str:
+        """Records a contraction, and returns the scope to compute it in."""
+        found = found._replace(site=found.site._replace(in_custom_vjp=any(self.custom_vjps)))
         self.found[found.site.scope] = found
         return found.site.scope
 
 
 @dataclasses.dataclass(frozen=True)
 class _InField:
-    """The function of a layer in a dry run. A contraction in it is the one that an op can compute."""
+    """The function of a layer at this path in a dry run."""
 
+    path: str
     plain: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        call = current_handler()
-        with contextlib.nullcontext() if call is None else call.having(in_field=True):
+        run = dry_run.get()
+        with jax.named_scope(run.record(run.layers[self.path])):
             return self.plain(*args, **kwargs)
 
 
@@ -264,32 +247,25 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
         run = DryRun(copy)
         run.trace(inputs, {})
         found |= run.found
-    contractions = list(found.values())
-    decided = [(one.site, options.decide(one.site)) for one in contractions]
+    decided = [(one.site, options.decide(one.site)) for one in found.values()]
     options.check_matched(decided)
-    for one, (site, decision) in zip(contractions, decided):
+    for one, (site, decision) in zip(found.values(), decided):
         if one.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             continue  # the op that the user gave
         if decision.converts:
             setattr(site.module, site.name, nnx.data(_new_op(one, decision, options)))
-            if one.kind is None:
+            if site.name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
-            left = LeftWide(site.path, _plain(one), decision.reason)
-            setattr(site.module, site.name, nnx.static(left))
-    layers = {id(layer.op): layer.site.path for layer in reversed(list(layers_of(copy)))}
+            setattr(site.module, site.name, nnx.static(LeftWide(site.path, one.plain, decision.reason)))
+    fields = {row.nnx_field for row in OPS}
     ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
     if not ops:
         raise ValueError(why_unconverted(decided))
     for path, op in ops:
-        op._scope = layers.get(id(op), "/".join(map(str, path)))
+        op._scope = "/".join(map(str, path[:-1] if path[-1] in fields else path))
         op._reason = op._reason or "an op of its own"
     return copy
-
-
-def _plain(found: Found) -> Callable[..., jax.Array]:
-    """Returns the function that computes a contraction without FP8."""
-    return found.site.op.plain if found.kind is None else found.kind.plain
 
 
 def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
@@ -312,8 +288,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze", SEE_AUDIT)
     run = DryRun(model)
     program = run.trace(args, kwargs)
-    decided = {scope: (found.site, _decision_of(found)) for scope, found in run.found.items()}
-    return report_of(program, decided)
+    return report_of(program, {scope: (one.site, _decision_of(one)) for scope, one in run.found.items()})
 
 
 def _decision_of(found: Found) -> Decision:
@@ -323,10 +298,6 @@ def _decision_of(found: Found) -> Decision:
         return Decision(True, there.recipe, there._reason)
     if isinstance(there, LeftWide):
         return Decision(False, None, there.reason)
-    if found.site.kind != "kernel" or found.site.impossible is not None:
+    if found.site.kernel is None or found.site.impossible is not None:
         return Decision(False, None, Rules().decide(found.site).reason)
-    return Decision(False, None, NOT_FOUND if found.kind is None else "not converted")
-
-
-NOT_FOUND = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-"""The reason of a contraction that ``quantize_model`` did not look for."""
+    return Decision(False, None, "not found: give quantize_model inputs, for what modules write out")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -20,7 +20,10 @@ from flax import nnx
 from fp8flax._compat.traces import current_handler, unwatched
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.row import DOT_GENERAL
-from fp8flax._model.interception import Contraction, Interception, Path
+from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.param_origin import Origin
+from fp8flax._model.rules import Site
+from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import Fp8Op
 
 dry_run: ContextVar[Any] = ContextVar("dry_run", default=None)
@@ -31,44 +34,31 @@ class ModuleCall(Interception):
     """One call of a method of a module. Contractions with an op of the module are computed by it."""
 
     is_nnx = True
-    in_field = False
-    """Whether the function in the field of a layer runs, whose contraction an op there can compute."""
 
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
-        self.module = module
-        self.method = "" if method == "__call__" else method
-        self.num_products = 0
+        self.frame = Frame((), module, "" if method == "__call__" else method)
         self._is_looked_for = False
-
-    def running(self) -> tuple[Path, Any]:
-        """Returns the module; parameters are found below it, whatever its path."""
-        return (), self.module
+        self._dry_run = dry_run.get()
+        if self._dry_run is not None:
+            self.custom_vjps = self._dry_run.custom_vjps
 
     def look_for_params(self) -> None:
         """Records the parameters of the module and of the modules below it."""
         if not self._is_looked_for:
             self._is_looked_for = True
-            self.origins.add((tuple(map(str, path)), x.get_value()) for path, x in params_of(self.module))
+            self.origins.add(
+                (tuple(map(str, path)), x.get_value()) for path, x in params_of(self.frame.module)
+            )
 
-    def contract(self, found: Contraction) -> tuple[Any, str]:
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        found = found._replace(site=found.site._replace(name=self._name_of(found)))
-        if (run := dry_run.get()) is not None:
-            return None, run.scope_of(self, found)
-        op = getattr(self.module, found.site.name, None)
-        if not isinstance(op, Fp8Op):
-            return None, NOT_CONVERTED
-        return found.restore(op(*found.arguments)), ""
-
-    def _name_of(self, found: Contraction) -> str:
-        """Returns the name of the attribute that holds the op of a contraction."""
-        site = found.site
         prefix = "fp8" if site.op is DOT_GENERAL else f"fp8_{site.op.nnx_field}"
-        if found.kernel is not None:
-            return f"{prefix}_{site.name.replace('-', '_')}"
-        self.num_products += 1
-        return f"{prefix}_{self.method}_{site.kind}_{self.num_products - 1}".replace("__", "_")
+        name = f"{prefix}_{site.name.replace('-', '_')}"
+        if self._dry_run is not None:
+            return self._dry_run.scope_of(site._replace(name=name), kernel)
+        op = getattr(site.module, name, None)
+        return by(op) if isinstance(op, Fp8Op) else NOT_CONVERTED
 
 
 def params_of(module: Any) -> list[tuple[Any, Any]]:
@@ -76,16 +66,12 @@ def params_of(module: Any) -> list[tuple[Any, Any]]:
     return [(path, x) for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Param)]
 
 
-# Graphdefs compare classes, so the modules of equal models must have the same class.
-_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
-
-
 def watch(node: Any) -> None:
     """Makes the methods of a module run in a ``ModuleCall``."""
     cls = getattr(type(node), "_fp8_base", type(node))
-    found = _classes.get(cls) or _watched_class(cls, not jax.tree_util.all_leaves([node]))
-    _classes[cls] = found
-    object.__setattr__(node, "__class__", found)
+    is_pytree = not jax.tree_util.all_leaves([node])
+    # Graphdefs compare classes, so the modules of equal models must have the same class.
+    object.__setattr__(node, "__class__", made_once(_watched_class, cls, is_pytree))
 
 
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
@@ -108,7 +94,8 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
 def _watched(method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(current_handler(), "module", None) is self:
+        call = current_handler()
+        if isinstance(call, ModuleCall) and call.frame.module is self:
             return method(self, *args, **kwargs)
         with unwatched(), ModuleCall(self, method.__name__).watching():
             return method(self, *args, **kwargs)

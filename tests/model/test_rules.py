@@ -20,8 +20,7 @@ def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **chang
     options = {
         "path": path,
         "module": module or nn.Dense(n),
-        "kernel": f"{path}/{kernel}",
-        "kind": "kernel",
+        "kernel": kernel and f"{path}/{kernel}",
         "op": DOT_GENERAL,
         "shapes": ((8, k), (k, n)),
         "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),
@@ -126,8 +125,8 @@ class TestDefaults:
         reasons = {
             "an embedding": site(module=nn.Embed(8, 4096)),
             "a convolution that is not a matmul": site(op=CONV, is_matmul=False),
-            "a product of two activations": site(kind="product", kernel=None),
-            "a product of two parameters": site(kind="parameters", kernel=None),
+            "a product of two activations": site(kernel=None),
+            "a product of two parameters": site(kernel=None, impossible="a product of two parameters"),
             "operands of int8": site(dtypes=(jnp.dtype("int8"), jnp.dtype("float32"))),
             "told the sharding": site(impossible="told the sharding of its result"),
         }
