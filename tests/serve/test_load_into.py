@@ -70,7 +70,7 @@ def test_own_files(recipe, tmp_path):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_stacked_layers(axis, tmp_path):
-    """A file of layers that ``nn.scan`` stacked loads into the same stack, if it is along the first axis."""
+    """A file of layers that ``nn.scan`` stacked loads into the same stack, if axis is 0."""
 
     class Stack(nn.Module):
         @nn.compact
