@@ -50,6 +50,8 @@ _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
 _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
+_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
+"""The values of ``quant_method`` in ``config.json`` that are read."""
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
@@ -126,8 +128,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: there is no such file, or it cannot be read.
         ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged; codes times scales are not the weights; a scale has a shape that does
-            not match its weight; or a folder has both a single file and an index. The error names the file
-            or the folder, and the tensor.
+            not match its weight; a folder has both a single file and an index, or a ``config.json`` of a
+            format that is not read. The error names the file or the folder, and the tensor.
 
     Example:
         >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
@@ -154,6 +156,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a folder."""
+    _check_config(folder / "config.json")
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
         return _read_file(single)
@@ -181,6 +184,24 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
 
 
 # The description of the format.
+
+
+def _check_config(where: Path) -> None:
+    """Raises ``ValueError`` if a ``config.json`` says that codes times scales are not the weights."""
+    config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
+    if config is None:
+        return
+    if not isinstance(config, dict) or config.get("quant_method", "fp8") not in _METHODS:
+        raise ValueError(
+            f"{where}: the quant_method must be one of {', '.join(_METHODS)}; got the quantization_config "
+            f"{config!r}."
+        )
+    sparsity = config.get("sparsity_config")
+    if config.get("transform_config") or sparsity not in (None, {}, {"format": "dense"}):
+        raise ValueError(
+            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
+            "weights. Save the model without it."
+        )
 
 
 def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -335,6 +335,24 @@ def test_scales_that_are_refused(tensors, message, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ([1], "quant_method"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    ],
+)
+def test_configs_that_are_refused(config, word, tmp_path):
+    """Codes times scales are not the weights of these formats."""
+    write(tmp_path / "model.safetensors", TWO)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ValueError, match=word) as error:
+        fp8.read_checkpoint(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
 NO_NAMES = ["../model-1.safetensors", "..", "a\0b", 3, "x" * 5000, "\ud800"]
 
 
