@@ -85,7 +85,7 @@ def _filled(
         raise ValueError(
             "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
-            "scaling, and frozen models, have no state."
+            "scaling need no calibration. Calibrate a model before freeze."
         )
 
     @jax.jit
