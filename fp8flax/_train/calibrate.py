@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.observe import Observing, Records, collect
+from fp8flax._core.observe import Observing, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
@@ -85,7 +85,7 @@ def _filled(
         raise ValueError(
             "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
             "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
-            "scaling, and frozen models, have no state."
+            "scaling need no calibration. Calibrate a model before freeze."
         )
 
     @jax.jit
@@ -120,7 +120,7 @@ def _filled(
 
 
 def _amaxes(
-    reports: Iterable[Records], numbers: dict[str, np.ndarray], count: int, backward: bool
+    reports: Iterable[dict[Any, np.ndarray]], numbers: dict[str, np.ndarray], count: int, backward: bool
 ) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
     """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
     backward_only = state_leaf_names("output_grad")

@@ -171,9 +171,9 @@ class TrainState(flax.training.train_state.TrainState):
             jax.tree_util.tree_map_with_path(check_state_dtype, state)
         if has_state(optimized):
             raise ValueError(
-                "The optimizer would see FP8 scaling state, because params is not one dict of variables, "
-                "{'params': …, '_overwrite_with_gradient': …}. For several models use one TrainState each, "
-                "or one module around them."
+                "The optimizer would see FP8 scaling state: it has no 'params' next to it, or lies deeper. "
+                "Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}; for several "
+                "models one TrainState each, or one module around them."
             )
         merging, opt_state = _MergingApply(apply_fn), tx.init(optimized)
         return cls(step=0, apply_fn=merging, params=params, tx=tx, opt_state=opt_state, **kwargs)

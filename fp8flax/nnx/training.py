@@ -198,7 +198,8 @@ _REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, in a loop without our ``Optimizer``.
 
-    ``grads`` are those that ``value_and_grad`` returned for the model.
+    ``grads`` are those that ``value_and_grad`` returned for the model. An ``nnx.Optimizer`` takes the
+    others, ``nnx.state(grads, nnx.Not(OverwriteWithGradient))``.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
