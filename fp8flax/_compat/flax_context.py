@@ -1,8 +1,8 @@
 """Returns the Linen modules whose methods run now.
 
-Why: an NNX op that is called by a Linen layer raises an error that names the layer. A Linen op warns if
-``apply`` was called with the name of the state's collection in ``mutable``. Flax has no public way to list
-the modules that are running.
+Why: a Linen op warns if ``apply`` was called with the name of the state's collection in ``mutable``, and
+refuses an ``nn.WeightNorm`` that would normalize its state. Flax has no public way to list the modules that
+are running.
 
 Internals: ``_context`` of ``nn.module``.
 """

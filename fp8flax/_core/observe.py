@@ -26,6 +26,7 @@ from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState
 
 # The mode of the ops.
@@ -62,19 +63,17 @@ def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextMana
 
 # Receiving reports on the host.
 
-Records = dict[Any, np.ndarray]
-"""The different records that ops reported, by label: shape ``(records, numbers)``, float32."""
-
 _lock = threading.Lock()
 _received: list[dict[Any, set[tuple[float, ...]]]] = []
 """What has been reported to the observation that runs now: one dict, or none."""
 
 
-def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> Records:
+def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> dict[Any, np.ndarray]:
     """Returns what the ops report while ``run(*args)``, a jitted function, is computed in a mode.
 
-    Equal records count once, because ``jax.checkpoint`` repeats a forward pass, and its reports. If there
-    are several processes, each gets the reports of all.
+    The reports with one label are an array ``(records, numbers)``, float32. Equal records count once,
+    because ``jax.checkpoint`` repeats a forward pass, and its reports. If there are several processes, each
+    gets the reports of all.
     """
     found: dict[Any, set[tuple[float, ...]]] = defaultdict(set)
     with _lock, mode(observing):
@@ -125,26 +124,20 @@ def report_amax(
 
 
 def report_amax_of_cotangent(
-    quantizer: DelayedQuantizer,
-    amax_of: Callable[..., jax.Array],
-    out: jax.Array,
-    scale: jax.Array,
-    state: ScalingState,
+    quantizer: DelayedQuantizer, out: jax.Array, scale: jax.Array, state: ScalingState
 ) -> jax.Array:
-    """Returns ``out``. The backward pass reports the amax of its cotangent ``g``, for ``calibrate``.
+    """Returns ``out``. The backward pass reports the amax of its cotangent, for ``calibrate``.
 
     The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
-    needs no gradient but that of the state. The amax is ``amax_of(g)``.
+    needs no gradient but that of the state.
     """
-    if not mode.value.backward:
-        return out
 
     def report_cotangent(g: jax.Array, args: Any) -> Any:
         scale, state = args
-        amax = amax_of(g)
+        amax = delayed_amax(g)
         return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
 
-    return on_cotangent(report_cotangent, out, (scale, state))
+    return on_cotangent(report_cotangent, out, (scale, state)) if mode.value.backward else out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -165,7 +165,7 @@ def out_qdq(
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     new_scale = step_scale(quantizer, state)
     if is_calibrating():
-        return report_amax_of_cotangent(quantizer, delayed_amax, out, new_scale, state)
+        return report_amax_of_cotangent(quantizer, out, new_scale, state)
     return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
 
 

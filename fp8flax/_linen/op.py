@@ -55,11 +55,12 @@ class Fp8Op(OpBase, nn.Module):
         for call in calls_of(self.scope)[-1:]:
             if (value := call.state_of(self, leaf)) is not None:
                 return value, where
-        if any(isinstance(module, nn.WeightNorm) for module in running_modules()):
+        if self._is_normalized(name):
             raise ValueError(
                 f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
-                f"state {where} as it does the kernel. Remove the op from the layer, and convert the whole "
-                "model with fp8flax.quantize_model."
+                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
+                "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
+                "variable_filter={'<layer>/kernel'}."
             )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
             raise MissingStateError(
@@ -81,3 +82,13 @@ class Fp8Op(OpBase, nn.Module):
         # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)
+
+    def _is_normalized(self, leaf: str) -> bool:
+        """Returns whether an ``nn.WeightNorm`` around the op would normalize this variable."""
+        for norm in running_modules():
+            if isinstance(norm, nn.WeightNorm):
+                layer = norm.layer_instance
+                path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
+                if not norm.variable_filter or any(name in path for name in norm.variable_filter):
+                    return True
+        return False
