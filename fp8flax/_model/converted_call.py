@@ -31,6 +31,8 @@ class LinenFrame(Frame):
     """A method of a Linen module that is running."""
 
     scope: Any = None
+    trace: Any = None
+    """The trace of JAX that the method runs in."""
     num_params: int = -1
     """How many parameters, or modules with parameters, of the module are recorded."""
 
@@ -64,8 +66,6 @@ class Call(Interception):
         self.has_ops = False
         """Whether an FP8 op has run."""
         self.frames: list[LinenFrame] = []
-        self._roots: list[tuple[Any, Any]] = []
-        """The root scopes of the model and of the running methods, each with the trace that it runs in."""
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -97,13 +97,17 @@ class Call(Interception):
     # How methods run.
 
     @contextlib.contextmanager
-    def in_root(self, root: Any) -> Iterator[None]:
-        """A context in which a method runs whose variables are in this root scope."""
-        self._roots.append((root, trace_behind()))
+    def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        scope = module.scope
+        if not any(frame.scope.root is scope.root for frame in self.frames):
+            self._add_params(scope.root)
+        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
         try:
-            yield
+            with self.watching(), _without_state_in_variables(scope):
+                yield
         finally:
-            self._roots.pop()  # JAX may keep the trace alive
+            self.frames.pop()  # JAX may keep the trace alive
 
     @property
     def frame(self) -> LinenFrame:  # type: ignore[override]
@@ -124,19 +128,12 @@ class Call(Interception):
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        if self.frames and self.frame.scope is scope:
+        if self.frames and self.frame.scope is scope and self.frame.method is not None:
             with self.watching():
                 return run(*args, **kwargs)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        if not any(frame.scope.root is scope.root for frame in self.frames):
-            self._add_params(scope.root)
-        method = "" if is_main else context.method_name
-        self.frames.append(LinenFrame(scope.path, module, method, scope=scope))
-        try:
-            with self.in_root(scope.root), self.watching(), _without_state_in_variables(scope):
-                return run(*args, **kwargs)
-        finally:
-            self.frames.pop()
+        with self.in_frame(module, "" if is_main else context.method_name):
+            return run(*args, **kwargs)
 
     def look_for_params(self) -> None:
         """Records the parameters that the running method has made."""
@@ -223,8 +220,8 @@ class Call(Interception):
         changed the state.
         """
         here, scope = trace_behind(), cast(Any, op.scope)
-        roots = [root for root, trace in self._roots if trace is here and self in calls_of(root)]
-        own = (root for root in roots if op.path[: len(root.path)] == root.path)
+        roots = [frame.scope.root for frame in self.frames if frame.trace is here]
+        own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
         root = next(own, scope.root)
         return root, swapped((*op.path, name))[len(root.path) :]
 

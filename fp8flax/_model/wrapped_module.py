@@ -76,7 +76,7 @@ def _in_call(method: Any) -> Any:
         call.path, call.is_init = self.scope.path, self.is_initializing()
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with call.in_root(module.scope.root):
+            with call.in_frame(module, None):
                 return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
