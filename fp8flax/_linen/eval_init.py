@@ -14,18 +14,9 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]
     """Returns the arrays among the arguments, and a function that puts other arrays in their places.
 
     A ``jax.ShapeDtypeStruct`` counts as an array. All other arguments stay concrete.
-
-    Raises:
-        TypeError: there is no array, but a tuple of ints, which looks like a shape.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    for value in () if any(is_array) else (*args, *kwargs.values()):
-        if isinstance(value, tuple) and value and all(type(size) is int for size in value):
-            raise TypeError(
-                f"Inputs of the model must be arrays or jax.ShapeDtypeStruct; got {value}. For an input of "
-                f"this shape pass jax.ShapeDtypeStruct({value}, jnp.float32)."
-            )
 
     def fill(arrays: list[Any]) -> Any:
         remaining = iter(arrays)

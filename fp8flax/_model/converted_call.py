@@ -96,6 +96,19 @@ class Call(Interception):
 
     # How methods run.
 
+    @contextlib.contextmanager
+    def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        scope = module.scope
+        if not any(frame.scope.root is scope.root for frame in self.frames):
+            self._add_params(scope.root)
+        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
+        try:
+            with self.watching(), _without_state_in_variables(scope):
+                yield
+        finally:
+            self.frames.pop()  # JAX may keep the trace alive
+
     @property
     def frame(self) -> LinenFrame:  # type: ignore[override]
         """The innermost method that is running."""
@@ -115,19 +128,12 @@ class Call(Interception):
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        if self.frames and self.frame.scope is scope:
+        if self.frames and self.frame.scope is scope and self.frame.method is not None:
             with self.watching():
                 return run(*args, **kwargs)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        if not any(frame.scope.root is scope.root for frame in self.frames):
-            self._add_params(scope.root)
-        method = "" if is_main else context.method_name
-        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
-        try:
-            with self.watching(), _without_state_in_variables(scope):
-                return run(*args, **kwargs)
-        finally:
-            self.frames.pop()  # JAX may keep the trace alive
+        with self.in_frame(module, "" if is_main else context.method_name):
+            return run(*args, **kwargs)
 
     def look_for_params(self) -> None:
         """Records the parameters that the running method has made."""

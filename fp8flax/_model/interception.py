@@ -39,8 +39,10 @@ class Frame:
     path: Path
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     module: Any
-    method: str
-    """The name of the method; empty for ``__call__`` and for compact methods."""
+    method: str | None
+    """The name of the method; empty for ``__call__`` and for compact methods.
+
+    None for what a Linen transformation of the model's class computes around its methods."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -111,7 +113,7 @@ class Interception(ABC):
             impossible, kind, kernel = impossible or "a product of two parameters", "parameters", None
         frame = self.frame
         if kernel is None:
-            product = f"{frame.method}_{kind}".lstrip("_")
+            product = f"{frame.method or ''}_{kind}".lstrip("_")
             name = f"{product}_{frame.counts[product]}"
             frame.counts[product] += 1
         else:

@@ -74,7 +74,13 @@ def _in_call(method: Any) -> Any:
                 return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
         call.path, call.is_init = self.scope.path, self.is_initializing()
-        mapped = nn.map_variables(method, call.collections, call.put_in, call.take_out, mutable=True)
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with call.in_frame(module, None):
+                return method(module, *args, **kwargs)
+
+        run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
+        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
@@ -87,9 +93,6 @@ def _in_call(method: Any) -> Any:
 def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
     return function(self, *args, **kwargs)
-
-
-_fp8_run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
 
 
 class _Converted:

@@ -300,4 +300,8 @@ def _decision_of(found: Found) -> Decision:
         return Decision(False, None, there.reason)
     if found.site.kernel is None or found.site.impossible is not None:
         return Decision(False, None, Rules().decide(found.site).reason)
-    return Decision(False, None, "not found: give quantize_model inputs, for what modules write out")
+    return Decision(False, None, NOT_FOUND)
+
+
+NOT_FOUND = "written out by a module: give quantize_model inputs, so that it finds this contraction"
+"""The reason of a contraction that ``quantize_model`` did not look for."""

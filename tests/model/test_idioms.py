@@ -271,6 +271,18 @@ def test_mapped_variables(name):
     assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[0][OWG])) > 0
 
 
+def test_a_map_of_all_parameters_does_not_change_the_state():
+    def positive(variables):
+        return jax.tree.map(lambda x: jax.nn.relu(x) + 0.1, variables)
+
+    model8 = fp8.quantize_model(nn.map_variables(nn.Dense, "params", positive, init=True)(8), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(KEY, X), [X])
+    by_hand = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp)
+    expected = by_hand.apply({**variables, "params": positive(variables["params"])}, X)
+    np.testing.assert_array_equal(model8.apply(variables, X), expected)
+    assert_frozen_equal(model8, variables)
+
+
 def test_a_map_around_a_loop_that_drops_the_state():
     class Body(nn.Module):
         @nn.compact
