@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._compat.traces import unwatched
-from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, SCALE
+from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.options import check_int
@@ -49,26 +46,6 @@ except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
-@jax.custom_jvp
-def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
-    return out
-
-
-@partial(_checked.defjvp, symbolic_zeros=True)
-def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-    _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
-    if scale and not kernel:
-        warnings.warn(
-            "The kernel of an FP8 layer of fp8flax.nnx is differentiated without its scaling state, as "
-            "nnx.grad does, so the scales never change. Use fp8flax.nnx.value_and_grad or grad, and "
-            "fp8flax.nnx.Optimizer.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return primals[0], tangents[0]
-
-
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
@@ -97,13 +74,7 @@ class Fp8Op(OpBase, nnx.Module):
     ) -> jax.Array:
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
-            out = super()._compute(recipe, lhs, rhs, *arguments, **keywords)
-        delayed = {} if recipe is None else recipe.gemms.delayed
-        if not delayed:
-            return out
-        scale = getattr(self, next(iter(delayed)) + SCALE).get_value()
-        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
-        return _checked(out, rhs, scale) if scale.dtype == jnp.float32 else out
+            return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
 
     def _place(self) -> tuple[str, ...]:
         if not (self._scope or self._reason):

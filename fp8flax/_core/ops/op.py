@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
+from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
@@ -118,6 +121,26 @@ class StateLeaf(NamedTuple):
     """The value of a new array: 1 for a scale, 0 for a history."""
 
 
+@jax.custom_jvp
+def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
+    return out
+
+
+@partial(_checked.defjvp, symbolic_zeros=True)
+def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
+    if scale and not kernel:
+        warnings.warn(
+            "The kernel of an FP8 layer is differentiated without its scaling state, so the scales never "
+            "change. In Linen, differentiate all variables, by fp8flax.value_and_grad; in NNX, use "
+            "fp8flax.nnx.value_and_grad and fp8flax.nnx.Optimizer.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return primals[0], tangents[0]
+
+
 class OpBase:
     """Base class of Linen ops and NNX ops.
 
@@ -178,7 +201,11 @@ class OpBase:
         states = self._states(recipe, jnp.shape(rhs)) if frozen is None else States()
         keywords |= {"states": states, "recipe": recipe, "frozen": frozen}
         with in_op(self._place):
-            return self.row.in_fp8(lhs, rhs, *arguments, **keywords)
+            out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
+        for state in filter(None, states):
+            # A state that merges by maximum has entered a gradient, see ``state.tree``.
+            return out if is_max_dtype(state.scale) else _checked(out, rhs, state.scale)
+        return out
 
     def _states(self, recipe: Recipe, kernel: Shape) -> States:
         """Returns the states that a recipe needs, for a kernel of this shape.
