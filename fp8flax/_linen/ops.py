@@ -5,7 +5,11 @@ from __future__ import annotations
 import flax.linen as nn
 
 from fp8flax._core.formats import Format
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
+from fp8flax._core.ops.conv import Conv
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.einsum import Einsum
+from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 
@@ -49,9 +53,9 @@ class Fp8DotGeneralOp(Fp8Op):
     Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    row = DOT_GENERAL
+    row = DotGeneral
     form: str = "direct"
-    __call__ = nn.compact(DOT_GENERAL.__call__)
+    __call__ = nn.compact(DotGeneral.__call__)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -109,9 +113,9 @@ class Fp8Einsum(Fp8Op):
     Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
-    row = EINSUM
+    row = Einsum
     form: str = "direct"
-    __call__ = nn.compact(EINSUM.__call__)
+    __call__ = nn.compact(Einsum.__call__)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -150,8 +154,8 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    row = CONV
-    __call__ = nn.compact(CONV.__call__)
+    row = Conv
+    __call__ = nn.compact(Conv.__call__)
 
 
 class Fp8RaggedDotOp(Fp8Op):
@@ -184,11 +188,11 @@ class Fp8RaggedDotOp(Fp8Op):
     Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
-    row = RAGGED_DOT
-    __call__ = nn.compact(RAGGED_DOT.__call__)
+    row = RaggedDot
+    __call__ = nn.compact(RaggedDot.__call__)
 
 
-OPS: dict[OpRow, type[Fp8Op]] = {
+OPS: dict[type[Op], type[Fp8Op]] = {
     op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
 }
 """The ops by their rows in the table of all ops."""

@@ -22,7 +22,8 @@ from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
-from fp8flax._core.ops.row import OpRow, row_of
+from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.row import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
@@ -98,7 +99,7 @@ class Interception(ABC):
             return contextlib.nullcontext()
         return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
 
-    def _contraction(self, row: OpRow, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    def _contraction(self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))

@@ -12,8 +12,7 @@ import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import COUNTED
-from fp8flax._core.ops.op import FORMS
-from fp8flax._core.ops.row import GemmSizes, OpRow
+from fp8flax._core.ops.op import FORMS, GemmSizes, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 
@@ -54,7 +53,7 @@ class Site(NamedTuple):
     """The path of the parameter that is the kernel, or of the first parameter that it is made of.
 
     None for a product of two activations or of two parameters."""
-    op: OpRow
+    op: type[Op]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
     sizes: GemmSizes

@@ -21,8 +21,7 @@ from flax.traverse_util import unflatten_dict
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.ops.dot_general import packed_kernel
-from fp8flax._core.ops.op import MissingStateError
-from fp8flax._core.ops.row import OpRow
+from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
@@ -45,7 +44,7 @@ WEIGHT_ONLY = CustomRecipe(
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
-    row: OpRow
+    row: type[Op]
     gemms: CustomRecipe
     kernel: Origin | None
     """The origin of the kernel; None if the kernel does not come from parameters only."""
@@ -283,7 +282,7 @@ def fixed(scales: Mapping[str, jax.Array]) -> Scales:
 
 
 def computed(
-    row: OpRow,
+    row: type[Op],
     gemms: CustomRecipe,
     codes: jax.Array,
     scales: Mapping[str, jax.Array],

@@ -20,8 +20,7 @@ from flax import nnx
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.ops.op import calling
-from fp8flax._core.ops.row import OpRow
+from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
@@ -55,7 +54,7 @@ class Frozen(nnx.Variable[Any]):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: OpRow, served: ServedOp, scope: str, scales: Mapping[Path, Any]):
+    def __init__(self, row: type[Op], served: ServedOp, scope: str, scales: Mapping[Path, Any]):
         self.row, self.served, self.scope = row, served, scope
         for name in served.scales:
             setattr(self, name, Frozen(scales[*served.path, name]))

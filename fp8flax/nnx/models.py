@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow
+from fp8flax._core.ops.conv import Conv
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.einsum import Einsum
+from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import needing_inputs, split_arrays
 from fp8flax._model.param_origin import Origin
@@ -50,13 +53,13 @@ class Found(NamedTuple):
     @property
     def plain(self) -> Callable[..., jax.Array]:
         """The function that computes it without FP8."""
-        return jnp.einsum if self.site.op is EINSUM else self.site.op.plain
+        return jnp.einsum if self.site.op is Einsum else self.site.op.plain
 
 
 class _Layer(NamedTuple):
     """What a layer with a field for an op computes, as its attributes say."""
 
-    op: OpRow
+    op: type[Op]
     kernel: tuple[int, ...]
     """The shape of the kernel, without the axes by which ``nnx.vmap`` stacked it."""
     summed: Sequence[int]
@@ -68,19 +71,19 @@ class _Layer(NamedTuple):
 
 def _layer_of(module: Any) -> _Layer | None:
     if isinstance(module, nnx.Linear):
-        return _Layer(DOT_GENERAL, (module.in_features, module.out_features), [0])
+        return _Layer(DotGeneral, (module.in_features, module.out_features), [0])
     if isinstance(module, nnx.LinearGeneral):
         batch, inputs = tuple(module.batch_axis.values()), tuple(module.in_features)
         summed = range(len(batch), len(batch) + len(inputs))
-        return _Layer(DOT_GENERAL, (*batch, *inputs, *module.out_features), summed, range(len(batch)))
+        return _Layer(DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch)))
     if isinstance(module, nnx.Einsum):
         lhs, rhs, result = _einsum_names(module)
         shared = [i for i, name in enumerate(rhs) if name in lhs]
         both = [i for i in shared if rhs[i] in result]
-        return _Layer(EINSUM, tuple(module.kernel_shape), [i for i in shared if i not in both], both)
+        return _Layer(Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both)
     if isinstance(module, nnx.Conv):
         kernel = tuple(module.kernel_shape)
-        return _Layer(CONV, kernel, range(len(kernel) - 1), is_matmul=_is_matmul(module))
+        return _Layer(Conv, kernel, range(len(kernel) - 1), is_matmul=_is_matmul(module))
     return None
 
 

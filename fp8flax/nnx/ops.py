@@ -11,8 +11,11 @@ from flax import nnx
 
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT
-from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
+from fp8flax._core.ops.conv import Conv
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.einsum import Einsum
+from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
+from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
 
@@ -120,8 +123,8 @@ class Fp8DotGeneralOp(Fp8Op):
         (1024,)
     """
 
-    row = DOT_GENERAL
-    __call__ = DOT_GENERAL.__call__
+    row = DotGeneral
+    __call__ = DotGeneral.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
@@ -137,8 +140,8 @@ class Fp8Einsum(Fp8Op):
         >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
     """
 
-    row = EINSUM
-    __call__ = EINSUM.__call__
+    row = Einsum
+    __call__ = Einsum.__call__
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form=form)
@@ -154,8 +157,8 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
     """
 
-    row = CONV
-    __call__ = CONV.__call__
+    row = Conv
+    __call__ = Conv.__call__
 
 
 class Fp8RaggedDotOp(Fp8Op):
@@ -171,15 +174,15 @@ class Fp8RaggedDotOp(Fp8Op):
         (2, 1)
     """
 
-    row = RAGGED_DOT
-    __call__ = RAGGED_DOT.__call__
+    row = RaggedDot
+    __call__ = RaggedDot.__call__
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)
         self._set_up(recipe, kernel=(num_experts,))
 
 
-OPS: dict[OpRow, type[Fp8Op]] = {
+OPS: dict[type[Op], type[Fp8Op]] = {
     op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
 }
 """The ops by their rows in the table of all ops."""

@@ -19,7 +19,7 @@ from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.ops.row import DOT_GENERAL
+from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
@@ -53,7 +53,7 @@ class ModuleCall(Interception):
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        prefix = "fp8" if site.op is DOT_GENERAL else f"fp8_{site.op.nnx_field}"
+        prefix = "fp8" if site.op is DotGeneral else f"fp8_{site.op.nnx_field}"
         name = f"{prefix}_{site.name.replace('-', '_')}"
         if self._dry_run is not None:
             return self._dry_run.scope_of(site._replace(name=name), kernel)

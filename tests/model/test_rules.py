@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops.row import CONV, DOT_GENERAL, GemmSizes
+from fp8flax._core.ops.conv import Conv
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.op import GemmSizes
 from fp8flax._model.rules import BREAK_EVEN, Rules, Site
 from tests.models import in_scan
 
@@ -21,7 +23,7 @@ def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **chang
         "path": path,
         "module": module or nn.Dense(n),
         "kernel": kernel and f"{path}/{kernel}",
-        "op": DOT_GENERAL,
+        "op": DotGeneral,
         "shapes": ((8, k), (k, n)),
         "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),
         "sizes": GemmSizes(1, 8, k, n),
@@ -124,7 +126,7 @@ class TestDefaults:
     def test_what_else_is_left(self):
         reasons = {
             "an embedding": site(module=nn.Embed(8, 4096)),
-            "a convolution that is not a matmul": site(op=CONV, is_matmul=False),
+            "a convolution that is not a matmul": site(op=Conv, is_matmul=False),
             "a product of two activations": site(kernel=None),
             "a product of two parameters": site(kernel=None, impossible="a product of two parameters"),
             "operands of int8": site(dtypes=(jnp.dtype("int8"), jnp.dtype("float32"))),

@@ -65,7 +65,7 @@ MISTAKES = {
         lambda: fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X)))(create()),
         r"Pass state\.params",
     ),
-    "no params": (lambda: create(variables={OWG: STATE}), "no 'params'"),
+    "no params": (lambda: create(variables={OWG: STATE}), "one dict of variables"),
     "params for variables": (lambda: fp8.freeze(MODEL8, params(), X), "collection 'params'"),
     "vmap without the state": (lambda: init(Stack(("params",))), "may not be made here.*variable_axes"),
     "nothing to freeze": (lambda: fp8.freeze(LAYER, {"params": params()}, X), r"fp8flax\.report"),

@@ -32,12 +32,13 @@ from fp8flax._core.quantize import no_derivative
 def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Returns the product of rows in groups of these sizes, one group for each expert.
 
-    If ``b`` holds kernels ``(experts, columns, depth)``, each row ``(rows, depth)`` of ``a`` is multiplied
-    by the kernel of its expert, with the result ``(rows, columns)``. Rows that belong to no expert become
-    zero. If ``b`` has rows ``(rows, columns)``, the outer products of the rows of ``a`` and ``b`` are
-    summed for each expert, with the result ``(experts, depth, columns)``.
+    If ``b`` holds kernels, each row ``(rows, depth)`` of ``a`` is multiplied by the kernel of its expert,
+    with the result ``(rows, columns)``. Rows that belong to no expert become zero. If ``b`` has rows
+    ``(rows, columns)``, the outer products of the rows of ``a`` and ``b`` are summed for each expert, with
+    the result ``(experts, depth, columns)``.
 
-    ``gemm`` is the product of one tile of rows; its ``out_dtype`` is the dtype of the result. Under
+    ``gemm`` is the product of a tile of rows and one kernel, which is ``(depth, columns)`` or
+    ``(columns, depth)``, or of two tiles of rows. Its ``out_dtype`` is the dtype of the result. Under
     ``jax.vmap`` the batch runs in a loop.
     """
     run = no_derivative(sequential_vmap(partial(_multiply, gemm)))
@@ -45,13 +46,18 @@ def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Arr
     return out
 
 
-def columns_first(kernels: AnyTensor) -> AnyTensor:
-    """Returns kernels ``(experts, depth, columns)`` in the order of ``multiply_ragged``."""
-    swapped: AnyTensor = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
+def _columns_first(gemm: Gemm, kernels: AnyTensor) -> tuple[Gemm, Any]:
+    """Returns the kernels as ``(experts, columns, depth)``, because FP8 units sum over the last dimension.
+
+    Also returns the GEMM of a tile and such a kernel.
+    """
+    if gemm.dims[0][1] == (1,):
+        return gemm, kernels
+    swapped = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
     if isinstance(swapped, QTensor) and swapped.block:
         stack, depth, columns = swapped.block
         swapped = dataclasses.replace(swapped, block=(stack, columns, depth))
-    return swapped
+    return gemm._replace(dims=(((1,), (1,)), ((), ()))), swapped
 
 
 def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
@@ -82,7 +88,8 @@ def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) ->
 
     def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows m, depth k and columns n may be split, but not the experts.
-        operands, result = (("mk", "mn"), "-kn") if is_sum else (("mk", "-nk"), "mn")
+        kernels = "-kn" if gemm.dims[0][1] == (0,) else "-nk"
+        operands, result = (("mk", "mn"), "-kn") if is_sum else (("mk", kernels), "mn")
         run = on_shards(of_part, (*operands, "-", "M"), result, name)
         out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))
         return out
@@ -114,6 +121,7 @@ def tile_of(rows: int, experts: int) -> int:
 @partial(jax.jit, static_argnums=0, inline=True)
 def _products_in_tiles(gemm: Gemm, a: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
     """Returns each row times the kernel of its expert, ``(rows, columns)``, in plain JAX."""
+    gemm, kernels = _columns_first(gemm, kernels)  # once, not at each visit
     rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
     a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
 
@@ -193,6 +201,7 @@ def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
     experts are zero. (A NaN in a kernel so reaches all rows of the tiles that its expert visits.)
     """
+    gemm, kernels = _columns_first(gemm, kernels)
     (rows, depth), (experts, columns, _) = a.shape, kernels.shape
     filled_rows, filled_depth, filled_columns = map(round_up, (rows, depth, columns))
     num_blocks, num_columns = np.int32(filled_depth // BLOCK), np.int32(filled_columns // TILE)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.groups import ends_of_groups
-from fp8flax._core.gemm.ragged import columns_first, multiply_ragged
-from fp8flax._core.names import FORWARD, WGRAD
+from fp8flax._core.gemm.ragged import multiply_ragged
+from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.ops.contract import (
     Contraction,
     Extra,
@@ -69,11 +69,9 @@ class RaggedContraction(Contraction):
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, rows)[-1]
 
     def product(self, name: str) -> Callable[..., jax.Array]:
-        contract = 0 if name == WGRAD else 1
-        gemm = self.gemm(name, (((contract,), (contract,)), ((), ())))._replace(has_barrier=False)
-        if name != FORWARD:
-            return partial(multiply_ragged, gemm)
-        return lambda x, w, group_sizes: multiply_ragged(gemm, x, columns_first(w), group_sizes)
+        contract = {FORWARD: ((1,), (0,)), DGRAD: ((1,), (1,)), WGRAD: ((0,), (0,))}[name]
+        gemm = self.gemm(name, (contract, ((), ())))._replace(has_barrier=False)
+        return partial(multiply_ragged, gemm)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra

@@ -15,9 +15,9 @@ from tests.cases import normal
 SIZES = jnp.array([3, 1])
 CONV = ((2, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), 1, 1, None, None)
 CALLS = {
-    ops.DOT_GENERAL: (normal(0, 2, 5, 7), normal(1, 7, 3), (((2,), (0,)), ((), ())), None, None),
-    ops.CONV: (normal(0, 2, 8, 6, 4), normal(1, 3, 3, 4, 5), *CONV),
-    ops.RAGGED_DOT: (normal(0, 4, 6), normal(1, 2, 6, 3), SIZES, None, None),
+    ops.DotGeneral: (normal(0, 2, 5, 7), normal(1, 7, 3), (((2,), (0,)), ((), ())), None, None),
+    ops.Conv: (normal(0, 2, 8, 6, 4), normal(1, 3, 3, 4, 5), *CONV),
+    ops.RaggedDot: (normal(0, 4, 6), normal(1, 2, 6, 3), SIZES, None, None),
 }
 by_row = pytest.mark.parametrize("row", CALLS, ids=lambda row: row.name)
 
@@ -31,7 +31,7 @@ def test_flops_are_those_that_xla_counts(row):
     assert sizes.flops == product.lower(*operands).compile().cost_analysis()["flops"]
     out = row.plain(*CALLS[row])
     assert sizes.batch * sizes.m * sizes.n == out.size
-    assert sizes.k == rhs.size // sizes.n // (rhs.shape[0] if row is ops.RAGGED_DOT else 1)
+    assert sizes.k == rhs.size // sizes.n // (rhs.shape[0] if row is ops.RaggedDot else 1)
 
 
 @by_row
@@ -42,9 +42,9 @@ def test_an_argument_that_no_function_has_is_refused(row):
 
 
 OPS = {
-    ops.DOT_GENERAL: fp8.Fp8DotGeneralOp,
-    ops.CONV: fp8.Fp8ConvGeneralDilatedOp,
-    ops.RAGGED_DOT: fp8.Fp8RaggedDotOp,
+    ops.DotGeneral: fp8.Fp8DotGeneralOp,
+    ops.Conv: fp8.Fp8ConvGeneralDilatedOp,
+    ops.RaggedDot: fp8.Fp8RaggedDotOp,
 }
 
 
@@ -52,7 +52,7 @@ OPS = {
 @by_row
 def test_switched_off_an_op_is_the_function_of_jax(row):
     """It makes no state, and leaves what is there."""
-    end = 3 if row is ops.RAGGED_DOT else None  # the op takes further arguments by name
+    end = 3 if row is ops.RaggedDot else None  # the op takes further arguments by name
     arguments = CALLS[row][:end]
     op = OPS[row]()
     state = op.init(jax.random.key(0), *arguments)
