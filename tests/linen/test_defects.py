@@ -110,6 +110,7 @@ def test_12_variables_without_state():
     np.testing.assert_array_equal(LAYER.apply(bridged, X), LAYER.apply(VARIABLES, X))
 
 
+@pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer is differentiated")
 @pytest.mark.parametrize(
     ("fp8_format", "largest", "largest_gradient"),
     [("E5M2", 57344.0, 57344.0), ("HYBRID_FNUZ", 240.0, 57344.0), ("E4M3_FNUZ", 240.0, 240.0)],

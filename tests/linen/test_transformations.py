@@ -347,6 +347,7 @@ def covered(layer, recipe, name):
     return (layer, recipe) in (("Dense", "delayed"), OTHERS.get(name))
 
 
+@pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer is differentiated")
 @pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=COLUMNS[1:]))
 def test_forward_mode(recipe, cell):
     c = case("Dense", recipe)
@@ -366,6 +367,7 @@ def test_forward_mode(recipe, cell):
     cell("transformations", REFUSED[0], recipe, "refused (1)")
 
 
+@pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer is differentiated")
 @pytest.mark.parametrize("recipe", cells(COLUMNS, repeated=["current", "axiswise", "block128"]))
 def test_second_derivatives(recipe, cell):
     c = case("Dense", recipe)

@@ -64,7 +64,17 @@ START = variables_of(MODEL, X)
 ADAM = optax.adam(1e-2)  # one object, so that all steps of a kind are one program
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_parameters_that_are_differentiated_alone(transform):
+    """The state would stay as it is, so there is a warning."""
+    params, state = HALF_START["params"], HALF_START[OWG]
+    with pytest.warns(UserWarning, match="without its scaling state"):
+        transform(jax.grad(lambda p: loss_of(HALF, {"params": p, OWG: state}, X)))(params)
+    transform(jax.grad(partial(loss_of, HALF, x=X)))(HALF_START)
+
+
 class TestDynamicScale:
+    @pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer is differentiated")
     def test_as_flaxs_own_beside_the_state(self):
         """Parameters and loss scale are those of Flax; the state is that of the loss that was scaled."""
         params, state = HALF_START["params"], HALF_START[OWG]
