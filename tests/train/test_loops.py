@@ -74,6 +74,14 @@ def test_parameters_that_are_differentiated_alone(transform):
 
 
 class TestDynamicScale:
+    def test_integers_have_no_gradient(self):
+        layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        variables = {**layer.init(jax.random.key(0), X), "cache": {"index": jnp.int32(3)}}
+        step = fp8.DynamicScale().value_and_grad(lambda v: jnp.mean(layer.apply(v, X)))
+        _, finite, _, grads = step(variables)
+        assert finite
+        assert grads["cache"]["index"].dtype == jax.dtypes.float0
+
     @pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer is differentiated")
     def test_as_flaxs_own_beside_the_state(self):
         """Parameters and loss scale are those of Flax; the state is that of the loss that was scaled."""
