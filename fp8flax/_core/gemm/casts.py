@@ -14,12 +14,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor
+from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
@@ -118,9 +117,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrix(x.shape)
     along_columns, transposed = block_quantize(
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows), round_up(columns))),
-        quantizer.dtype,
-        is_square=quantizer.block[0] == BLOCK,
-        power_2=quantizer.scale == "power_of_two",
+        quantizer,
         inf_is_nan=cast.inf_is_nan,
     )
     along_rows = along_columns if shares_codes else [jnp.swapaxes(array, 1, 2) for array in transposed]

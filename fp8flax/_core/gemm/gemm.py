@@ -31,17 +31,18 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     absent_gpu,
+    are_positive,
     compiles_algorithms,
     compute_capability,
+    fits_kernels,
     has_units_for_blocks,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
-from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized
+from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
@@ -104,10 +105,10 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
         with jax.named_scope(KEPT_WIDE):
             return _wide(gemm, a, b)
-    if a.quantizer.scales_along_contraction != b.quantizer.scales_along_contraction:
+    if bool(a.block) != bool(b.block):
         with jax.named_scope(DEQUANTIZED):
             return _wide(gemm, a, b)
-    if a.quantizer.scales_along_contraction:
+    if a.block:
         return no_derivative(partial(_blocks, gemm))(a, b)
     on_gpu = _of_codes(gemm, a, b)
     if on_gpu is None:

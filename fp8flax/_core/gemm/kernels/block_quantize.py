@@ -21,17 +21,15 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.quantize import divided
-from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
+from fp8flax._core.quantizers import BlockQuantizer
 
 _LARGEST = np.finfo(np.float32).max
 
 
 def block_quantize(
     x: jax.Array,
-    dtype: Any,
+    quantizer: BlockQuantizer,
     *,
-    is_square: bool,
-    power_2: bool,
     inf_is_nan: bool = False,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
@@ -40,24 +38,22 @@ def block_quantize(
     Args:
         x: the matrices, ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples
             of 128.
-        dtype: FP8 dtype of all codes.
-        is_square: whether 128 rows and 128 columns share a scale. Otherwise 128 columns of one row do.
-        power_2: whether scales are rounded up to powers of two.
+        quantizer: of blocks of ``(1, 128)`` or ``(128, 128)``, with float32 scales.
         inf_is_nan: whether an Inf becomes a NaN. Otherwise it saturates. Scales ignore Inf and NaN.
         interpret: whether to run the kernel step by step on any device, for tests.
 
     Returns:
         Two pairs of codes and float32 scales. The codes of the first pair have the shape of ``x``, its
-        scales the shape ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` with ``is_square``. The
-        second pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those of
-        ``BlockQuantizer``.
+        scales the shape ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` of square blocks. The
+        second pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those that
+        ``quantizer`` makes in plain JAX.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // BLOCK, columns // BLOCK
-    cast = partial(_cast, dtype, power_2)
+    is_square, cast = quantizer.block[0] == BLOCK, partial(_cast, quantizer)
 
     def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
         values = x_ref[...].astype(jnp.float32)
@@ -89,8 +85,8 @@ def block_quantize(
     codes, transposed, scale, other_scale = pl.pallas_call(
         kernel,
         out_shape=[
-            out(rows, columns, dtype),
-            out(columns, rows, dtype),
+            out(rows, columns, quantizer.dtype),
+            out(columns, rows, quantizer.dtype),
             out(column_blocks, scale_rows, jnp.float32),
             out(row_blocks, scale_columns, jnp.float32),
         ],
@@ -110,16 +106,10 @@ def block_quantize(
     return (codes, lax.transpose(scale, swapped)), (transposed, lax.transpose(other_scale, swapped))
 
 
-def _cast(dtype: Any, power_2: bool, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
-    limit = fp8_max(dtype)
-    if power_2:
-        exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
-        scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
-    else:
-        scale = compute_scale(amax, 1.0, limit)
-        scaled = divided(values, scale)
+    scaled, scale = quantizer.scaled(values, amax, divided)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    bound = np.float32(limit)
+    bound = np.float32(fp8_max(quantizer.dtype))
     saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
-    return saturated.astype(dtype), scale
+    return saturated.astype(quantizer.dtype), scale
