@@ -82,8 +82,8 @@ def quantize(
     q_dtype = as_fp8_dtype(q_dtype, "q_dtype")
     if not is_wide_float(compute_dtype) or jnp.dtype(compute_dtype) == jnp.float16:
         raise TypeError(
-            f"compute_dtype must be bfloat16, float32 or float64; got {compute_dtype!r}. (x may be float16; "
-            "small scales would be zero in it.)"
+            f"compute_dtype must be bfloat16, float32 or float64; got {compute_dtype!r}. (x may be "
+            "float16; small scales would be zero in it.)"
         )
     x = as_float_array(x, "x")
     return saturated(quotient(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
