@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -111,16 +110,16 @@ def _by_xla(cast: Cast, x: jax.Array) -> Pair:
 def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
     """Quantizes by the GPU kernel, which reads each tile of the tensor once; see ``block_quantize``.
 
-    The kernel writes the codes in both orders. With ``shares_codes`` both results have those in the order
-    of the tensor.
+    The kernel writes the codes in both orders. With ``shares_codes`` both results have the same codes.
     """
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrix(x.shape)
-    along_columns, transposed = block_quantize(
+    along_columns, along_rows = block_quantize(
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows), round_up(columns))),
         quantizer,
         inf_is_nan=cast.inf_is_nan,
     )
-    along_rows = along_columns if shares_codes else [jnp.swapaxes(array, 1, 2) for array in transposed]
+    if shares_codes:
+        along_rows = along_columns
 
     def tensor(dims: Dims, codes: jax.Array, scale: jax.Array) -> QTensor:
         """Returns the tensor for a GEMM from the padded matrices."""

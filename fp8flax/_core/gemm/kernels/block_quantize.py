@@ -1,10 +1,7 @@
 """Quantizes a matrix and its transpose with scales per 128 columns: one GPU kernel.
 
-A tensor enters two GEMMs and is quantized for both, with blocks along either dimension. XLA reads the
-tensor four times: for the amaxes of rows, for those of columns, and for two casts. This kernel reads each
-tile once.
-
-The kernel uses Pallas's Triton backend, which JAX calls deprecated from 0.11 on.
+For the two GEMMs of a tensor XLA reads it four times: for the amaxes of rows, for those of columns, and for
+two casts. This kernel, which uses Pallas's Triton backend, reads each tile once.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
@@ -33,7 +29,7 @@ def block_quantize(
     inf_is_nan: bool = False,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns the codes and scales of a stack of matrices, and the codes and scales of its transpose.
+    """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
     Args:
         x: the matrices, ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples
@@ -43,10 +39,9 @@ def block_quantize(
         interpret: whether to run the kernel step by step on any device, for tests.
 
     Returns:
-        Two pairs of codes and float32 scales. The codes of the first pair have the shape of ``x``, its
-        scales the shape ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` of square blocks. The
-        second pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those that
-        ``quantizer`` makes in plain JAX.
+        Two pairs of codes and float32 scales, equal to those that ``quantizer`` makes in plain JAX. The
+        scales are ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)``
+        for square blocks. The second codes lie in the order of the transpose.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -102,8 +97,7 @@ def block_quantize(
         interpret=interpret,
         compiler_params=None if interpret else triton.CompilerParams(num_warps=8, num_stages=1),
     )(x)
-    swapped = (0, 2, 1)
-    return (codes, lax.transpose(scale, swapped)), (transposed, lax.transpose(other_scale, swapped))
+    return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
 def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
