@@ -28,7 +28,6 @@ class Cast(NamedTuple):
     """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
     quantizer: BlockQuantizer
-    """The quantizer for both GEMMs. Square blocks serve both GEMMs, so both results have the same codes."""
     first: Dims
     """What the first GEMM of the tensor contracts: its rows or its columns."""
     inf_is_nan: bool = False

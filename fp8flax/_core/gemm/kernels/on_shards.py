@@ -34,7 +34,7 @@ def on_shards(
     split a dimension between blocks. They do not split a dimension that ends in a partial block.
 
     Args:
-        kernel: a function of tensors. A tensor is an array or a ``QTensor``.
+        kernel: a function of arrays and of ``QTensor``.
         operands: for each operand, a lower case letter for each dimension, or for the codes of a
             ``QTensor``. Dimensions with the same letter correspond, and are split together. A dimension
             ``-`` corresponds to no other, and is not split. If operands do not agree on how they split a

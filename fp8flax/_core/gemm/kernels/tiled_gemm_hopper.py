@@ -79,7 +79,7 @@ def tiled_gemm(
         num_blocks: a function of the index of a row of tiles of the result, which returns the number of
             blocks of its tiles. A tile without blocks is zero.
         block: a function of the index of a row of tiles of the result, and of the index of a block.
-        shape: the shape of the result; both sizes are multiples of 128.
+        shape: both sizes are multiples of 128.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
         name: of the GPU kernel.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
