@@ -195,13 +195,6 @@ def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: A
     return result, tangents[0].astype(result.dtype)
 
 
-DIFFERENTIATED_ONCE = (
-    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "pass form='qdq' to the op, or to quantize_model, with delayed scaling. (Fp8RaggedDotOp has no second "
-    "derivative.) Or turn FP8 off for this part with fp8flax.autocast(enabled=False)."
-)
-
-
 def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 
@@ -213,7 +206,12 @@ def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
     @wrapped.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
-        raise TypeError(DIFFERENTIATED_ONCE)
+        raise TypeError(
+            "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second "
+            "derivatives pass form='qdq' to the op, or to quantize_model, with delayed scaling. "
+            "(Fp8RaggedDotOp has no second derivative.) Or turn FP8 off for this part with "
+            "fp8flax.autocast(enabled=False)."
+        )
 
     return wrapped
 
