@@ -18,7 +18,7 @@ from jax.custom_batching import sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.gemm import AnyTensor, Gemm, multiply, sum_dtype_of
+from fp8flax._core.gemm.gemm import CUBLASLT_MULTIPLE, AnyTensor, Gemm, multiply, sum_dtype_of
 from fp8flax._core.gemm.gpus import are_positive, compute_capability, is_hopper, multiplies_on_hopper
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
@@ -171,14 +171,13 @@ def _sums_up_to(numbers: jax.Array) -> jax.Array:
 # Large tiles read each kernel less often, and use more of a GPU. The tile size is a heuristic: half the
 # average group size, rounded down to a power of two, within these bounds.
 _SMALLEST_TILE, _LARGEST_TILE = 128, 512
-_ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
 
 def tile_of(rows: int, experts: int) -> int:
     """Returns the number of rows in a tile."""
     half = max(1, rows // (2 * experts))
     tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
-    return min(tile, max(_ROW_MULTIPLE, round_up(rows, _ROW_MULTIPLE)))
+    return min(tile, max(CUBLASLT_MULTIPLE, round_up(rows, CUBLASLT_MULTIPLE)))
 
 
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
