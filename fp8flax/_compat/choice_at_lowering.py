@@ -1,13 +1,11 @@
 """Chooses between functions when a program is lowered, by the number of devices it is for.
 
-Why: some GPU kernels, and constraints of memory layouts, cannot be in a program that XLA splits over
-several devices. While JAX traces a program, the package cannot know whether XLA will split it: a mesh need
-not be set, and the devices may be on another machine. JAX has no public way to choose by the number of
-devices.
+Some GPU kernels, and constraints of memory layouts, cannot be in a program that XLA splits over several
+devices. While JAX traces a program, nobody knows whether XLA will split it: a mesh need not be set, and the
+devices may be on another machine.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to lower it, and the
-``axis_context`` of the module that is lowered. JAX exposes them to libraries, but does not promise to keep
-them.
+``axis_context`` of the module that is lowered.
 """
 
 from __future__ import annotations
@@ -30,16 +28,15 @@ def unless_partitioned(
 ) -> Any:
     """Returns ``whole(*args)``, or what another function returns if XLA splits the program over devices.
 
-    The functions take trees of arrays, and return trees of the same structure, shapes and dtypes. XLA does
-    not split the code inside of a ``jax.shard_map`` over all axes of the mesh, so that code gets ``whole``.
-    JAX cannot differentiate the result: no derivative is defined.
+    The functions take trees of arrays, and return trees of the same structure, shapes and dtypes. There is
+    no derivative, and no rule for ``jax.vmap``: callers use ``custom_vmap`` outside.
 
     Args:
-        whole: runs in programs for one device.
+        whole: runs in programs for one device, and inside of a ``jax.shard_map`` over all axes of the mesh,
+            which XLA does not split.
         on_shards: runs in programs that are split over a mesh. It uses ``custom_partitioning``.
         split: runs in the other programs that are split: on a mesh with explicit axes, by ``jax.export``,
             and in a ``jax.shard_map`` over some of the axes of a mesh. It also runs outside of jit.
-        *args: trees of arrays. ``jax.vmap`` has no rule for this: callers use ``custom_vmap`` outside.
     """
     leaves = jax.tree.leaves(args)
     if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in leaves):

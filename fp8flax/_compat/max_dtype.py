@@ -4,10 +4,8 @@ Reverse-mode differentiation adds the cotangents of a value that is used twice. 
 instead. JAX lets an *extended dtype* define its own rule for that sum. So the cotangent of a float32 array
 that is cast to this dtype, and then read in many places, is the elementwise maximum over these places.
 
-Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
-``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
-``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which define extended dtypes, their arrays
-and their derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.
+Internals: the modules of ``jax._src`` below, which define extended dtypes, their arrays and their
+derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.
 """
 
 from __future__ import annotations
@@ -208,18 +206,12 @@ def is_digest(x: Any) -> bool:
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest (an array of ``digest_dtype``) from three float32 arrays of one shape.
-
-    The digest has the shape of the arrays, and ``numbers[i]`` holds number ``i`` of each of its elements.
-    """
+    """Returns a digest from its three numbers: float32 arrays of its shape."""
     return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
 
 
 def digested(x: jax.Array, num: int = 3) -> list[jax.Array]:
-    """Returns the first ``num`` of the three float32 arrays of a digest, without a gradient.
-
-    It is the inverse of ``to_digest``. Each array has the shape of ``x``.
-    """
+    """Returns the first ``num`` numbers of a digest, see ``to_digest``, without a gradient."""
     numbers = lax.stop_gradient(to_floats(x))
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 

@@ -8,7 +8,6 @@ differentiates the forward and backward rules, so the casts in these rules are s
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -84,14 +83,12 @@ def out_qdq_with_scale(
 
     The "gradient" of ``scale`` is the amax of the cotangent.
     """
-    cast = partial(_cast_cotangent, quantizer.dtype, compute_dtype)
+
+    def cast(g: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        g = inf_to_nan(g)
+        return _there_and_back(quantizer.dtype, compute_dtype, g, scale), merge_amax(delayed_amax(g), scale)
+
     return on_cotangent(cast, out, scale)
-
-
-def _cast_cotangent(q_dtype: Any, compute_dtype: Any, g: jax.Array, scale: jax.Array) -> Any:
-    """Casts the cotangent to FP8 and back, and returns its amax as the cotangent of the scale."""
-    g = inf_to_nan(g)
-    return _there_and_back(q_dtype, compute_dtype, g, scale), merge_amax(delayed_amax(g), scale)
 
 
 def in_qdq(

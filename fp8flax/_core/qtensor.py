@@ -1,8 +1,9 @@
-"""A quantized tensor, and the dimensions along which a product sums it."""
+"""A quantized tensor, the dimensions along which a product sums it, and its blocks."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,9 +82,20 @@ class QTensor:
         return self.codes.ndim
 
     def dequantize(self, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns codes times scales in a wide dtype."""
-        values: jax.Array = self.quantizer.dequantize(self, dtype)
-        return values
+        """Returns codes times scales.
+
+        They are multiplied in float32, or in float64 if ``dtype`` is float64. The product is then rounded
+        once to ``dtype``.
+        """
+        wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be
+        # rounded.
+        codes = lax.optimization_barrier(self.codes)
+        if not self.block:
+            return (codes.astype(wide) * self.scale.astype(wide)).astype(dtype)
+        blocks, within = split_blocks(codes.astype(wide), self.block)
+        values = blocks * lax.expand_dims(self.scale, within).astype(wide)
+        return join_blocks(values, self.shape, self.block).astype(dtype)
 
     def as_bits(self) -> QTensor:
         """Returns the same tensor with its codes, and scales of one byte, as uint8.
@@ -112,3 +124,39 @@ def dequantized(
 ) -> Float[jax.Array, "*dims"]:
     """Returns an operand in a wide dtype, whether it was quantized or not."""
     return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
+
+
+# Blocks.
+
+
+def round_up(size: int, multiple: int = BLOCK) -> int:
+    """Rounds a size up to a multiple of ``multiple``."""
+    return -(-size // multiple) * multiple
+
+
+def padded(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Pads an array with zeros at the end of each dimension, to these sizes."""
+    padding = [(0, size - have, 0) for size, have in zip(sizes, x.shape, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), padding)
+
+
+def split_blocks(x: jax.Array, block: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Splits each dimension into ``(blocks, elements of a block)``, after zeros fill up the last block.
+
+    Also returns the dimensions of the elements. A dimension with blocks of one element is not split.
+    """
+    filled = padded(x, [*map(round_up, x.shape, block)])
+    shape: list[int] = []
+    within = []
+    for size, width in zip(filled.shape, block):
+        shape.append(size // width)
+        if width > 1:
+            within.append(len(shape))
+            shape.append(width)
+    return filled.reshape(shape), tuple(within)
+
+
+def join_blocks(blocks: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
+    """Returns the array of this shape that ``split_blocks`` has split."""
+    filled = blocks.reshape([*map(round_up, shape, block)])
+    return lax.slice(filled, [0] * len(shape), shape)

@@ -28,16 +28,6 @@ def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
     return x
 
 
-def _as_compute_dtype(dtype: Any) -> Any:
-    """Returns ``dtype`` if it is bfloat16, float32 or float64; raises ``TypeError`` for other dtypes."""
-    if not is_wide_float(dtype) or jnp.dtype(dtype) == jnp.float16:
-        raise TypeError(
-            f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}. (x may be float16; small "
-            "scales would be zero in it.)"
-        )
-    return jnp.dtype(dtype)
-
-
 def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
     """Returns ``scale`` in ``dtype``, in a shape that broadcasts with ``x``.
 
@@ -90,9 +80,13 @@ def quantize(
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5.2 (saturating conversion).
     """
     q_dtype = as_fp8_dtype(q_dtype, "q_dtype")
-    compute_dtype = _as_compute_dtype(compute_dtype)
+    if not is_wide_float(compute_dtype) or jnp.dtype(compute_dtype) == jnp.float16:
+        raise TypeError(
+            f"compute_dtype must be bfloat16, float32 or float64; got {compute_dtype!r}. (x may be "
+            "float16; small scales would be zero in it.)"
+        )
     x = as_float_array(x, "x")
-    return saturated(_quotient(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
+    return saturated(quotient(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
 
 
 def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> Float[jax.Array, "*dims"]:
@@ -110,7 +104,7 @@ def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> 
 
 
 @partial(jax.jit, inline=True)
-def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``x / scale``: a plain division on GPUs, and ``divided`` on CPUs."""
     return lax.platform_dependent(x, scale, cpu=divided, default=operator.truediv)
 
@@ -197,16 +191,8 @@ def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: Any)
 
 @straight_through.defjvp
 def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
-    """Returns the result, and the tangent of ``x`` as the tangent of the result."""
     result = straight_through(f, *primals)
     return result, tangents[0].astype(result.dtype)
-
-
-DIFFERENTIATED_ONCE = (
-    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "pass form='qdq' to the op, or to quantize_model, with delayed scaling. (Fp8RaggedDotOp has no second "
-    "derivative.) Or turn FP8 off for this part with fp8flax.autocast(enabled=False)."
-)
 
 
 def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +206,12 @@ def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
     @wrapped.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
-        raise TypeError(DIFFERENTIATED_ONCE)
+        raise TypeError(
+            "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second "
+            "derivatives pass form='qdq' to the op, or to quantize_model, with delayed scaling. "
+            "(Fp8RaggedDotOp has no second derivative.) Or turn FP8 off for this part with "
+            "fp8flax.autocast(enabled=False)."
+        )
 
     return wrapped
 

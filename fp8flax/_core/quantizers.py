@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.qtensor import Dims, QTensor, dequantized
-from fp8flax._core.quantize import quantize, saturated, straight_through
+from fp8flax._core.qtensor import Dims, QTensor, dequantized, join_blocks, split_blocks
+from fp8flax._core.quantize import quantize, quotient, saturated, straight_through
 from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
@@ -25,25 +25,15 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 class Quantizer:
-    """Base class of the three quantizers. A quantizer turns one operand of one GEMM into codes and scales.
-
-    Attributes:
-        dtype: FP8 dtype of the codes.
-        needs_state: whether scales come from past steps, which the layer keeps as its scaling state.
-        scales_along_contraction: whether the scale changes along the contraction, so that it must be
-            applied inside the GEMM and not to its result.
-        has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
-        serves_both: whether the codes for one GEMM of a tensor also serve its other GEMM, which contracts
-            other dimensions. Otherwise the wide tensor is quantized twice.
-        scale_columns: number of contracted elements that share a float32 scale; None for other scales.
-    """
+    """Base class of the three quantizers: each turns one operand of one GEMM into FP8 codes and scales."""
 
     dtype: Any
+    """The FP8 dtype of the codes."""
     # ``Any``, where a subclass defines a property.
-    needs_state: ClassVar[bool] = False
-    scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[Any] = False
+    """Whether a tensor has one scale, regardless of the contracted dimensions."""
     scale_columns: ClassVar[Any] = None
+    """The number of contracted elements that share a float32 scale; None for other scales."""
 
     def __post_init__(self) -> None:
         # A NumPy dtype, so that equal quantizers compare and hash equal.
@@ -51,40 +41,20 @@ class Quantizer:
 
     @property
     def serves_both(self) -> bool:
-        """Returns whether the codes for one GEMM of a tensor also serve its other GEMM."""
+        """Returns whether the codes for one GEMM of a tensor also serve its other GEMM.
+
+        The other GEMM contracts other dimensions. If not, the wide tensor is quantized twice.
+        """
         return bool(self.has_one_scale)
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
-        """Quantizes an operand for one GEMM.
+        """Quantizes an operand for one GEMM, which contracts some of its dimensions.
 
         NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
-
-        Args:
-            x: the wide operand.
-            dims: which of its dimensions the GEMM contracts.
-            scale: the float32 scale of this step, if ``needs_state``: one element, or one per stacked
-                tensor.
-
-        Returns:
-            The codes with their scales.
+        Delayed scaling needs ``scale``, the float32 scale of this step: one element, or one per stacked
+        tensor.
         """
         raise NotImplementedError
-
-    def dequantize(self, q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns codes times scales.
-
-        Codes and scales are multiplied in float32, or in float64 if ``dtype`` is float64. The product is
-        then rounded once to ``dtype``.
-        """
-        values = wide_codes(q, dtype)
-        return (values * q.scale.astype(values.dtype)).astype(dtype)
-
-
-def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-    """Returns the FP8 codes cast to float32, or to float64 if ``dtype`` is float64."""
-    # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be rounded.
-    codes = lax.optimization_barrier(q.codes)
-    return codes.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +85,6 @@ class DelayedQuantizer(Quantizer):
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
 
-    needs_state: ClassVar[bool] = True
     has_one_scale: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -224,8 +193,6 @@ class BlockQuantizer(Quantizer):
     scale: str = "e8m0"
     scale_rounding: str = "up"
 
-    scales_along_contraction: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in OCP_DTYPES:
@@ -275,48 +242,25 @@ class BlockQuantizer(Quantizer):
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
         block = self.block_of(dims)
-        blocks, within = _split(x, block)
+        blocks, within = split_blocks(x, block)
+        values, new_scale = self.scaled(blocks.astype(jnp.float32), finite_amax(blocks, within), quotient)
+        if self.scale == "e8m0":
+            new_scale = new_scale.astype(jnp.float8_e8m0fnu)  # exact
+        codes = join_blocks(saturated(values, self.dtype), x.shape, block)
+        return QTensor(codes, lax.squeeze(new_scale, within), self, block)
+
+    def scaled(self, x: jax.Array, amax: jax.Array, divide: Callable[..., jax.Array]) -> Any:
+        """Returns float32 values over their scales, and the scales in float32, from the amaxes of blocks.
+
+        ``divide`` divides by scales that are no powers of two.
+        """
         limit = fp8_max(self.dtype)
-        amax = finite_amax(blocks, within)
         if self.scale == "float32":
-            new_scale = compute_scale(amax, 1.0, limit)
-            codes = quantize(blocks, self.dtype, new_scale)
-        else:
-            # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.
-            exponent = jnp.maximum(scale_exponent(amax, limit, self.scale_rounding), np.int32(-126))
-            new_scale = power_of_two(exponent)
-            codes = saturated(blocks.astype(jnp.float32) * power_of_two(-exponent), self.dtype)
-            if self.scale == "e8m0":
-                new_scale = new_scale.astype(jnp.float8_e8m0fnu)  # exact
-        return QTensor(_joined(codes, x.shape, block), lax.squeeze(new_scale, within), self, block)
-
-    def dequantize(self, q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        blocks, within = _split(wide_codes(q, dtype), q.block)
-        values = blocks * lax.expand_dims(q.scale, within).astype(blocks.dtype)
-        return _joined(values, q.shape, q.block).astype(dtype)
-
-
-def _split(x: jax.Array, block: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Splits each dimension into ``(blocks, elements of a block)``, after zeros fill up the last block.
-
-    Also returns the dimensions of the elements. A dimension with blocks of one element is not split.
-    """
-    padding = [(0, -size % width, 0) for size, width in zip(x.shape, block)]
-    filled = lax.pad(x, jnp.zeros((), x.dtype), padding)
-    shape: list[int] = []
-    within = []
-    for size, width in zip(filled.shape, block):
-        shape.append(size // width)
-        if width > 1:
-            within.append(len(shape))
-            shape.append(width)
-    return filled.reshape(shape), tuple(within)
-
-
-def _joined(blocks: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
-    """Returns the array of this shape that ``_split`` has split."""
-    filled = [-(-size // width) * width for size, width in zip(shape, block)]
-    return lax.slice(blocks.reshape(filled), [0] * len(shape), shape)
+            scale = compute_scale(amax, 1.0, limit)
+            return divide(x, scale), scale
+        # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.
+        exponent = jnp.maximum(scale_exponent(amax, limit, self.scale_rounding), np.int32(-126))
+        return x * power_of_two(-exponent), power_of_two(exponent)
 
 
 def quantized(quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any) -> Any:

@@ -91,7 +91,8 @@ class Recipe:
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        x, w, g = self._quantizers(*self.fp8_format.value)
+        x, w = self._quantizers(self.fp8_format.forward_dtype)
+        g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
         # Block scales have no choice: they accumulate in float32.
         accumulation = getattr(self, "accumulation", ("exact", "exact", "exact"))
         if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
@@ -106,11 +107,8 @@ class Recipe:
             wgrad=GemmRecipe(lhs=x, rhs=g, accumulation=wgrad),
         )
 
-    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Returns the quantizers of input, kernel and output gradient, in both of their GEMMs.
-
-        The two dtypes are those of the forward and the backward pass.
-        """
+    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+        """Returns the quantizers of input and kernel; an output gradient is quantized like an input."""
         raise NotImplementedError
 
 
@@ -221,18 +219,15 @@ class DelayedScaling(Recipe):
     use_power_2_scales: bool = False
     accumulation: tuple[str, str, str] = _FAST_FORWARD
 
-    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
-        x, g = (
-            DelayedQuantizer(
-                dtype=dtype,
-                margin=self.margin,
-                amax_history_len=self.amax_history_len,
-                amax_compute_algo=self.amax_compute_algo,
-                use_power_2_scales=self.use_power_2_scales,
-            )
-            for dtype in dtypes
+    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+        x = DelayedQuantizer(
+            dtype=dtype,
+            margin=self.margin,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            use_power_2_scales=self.use_power_2_scales,
         )
-        return x, x, g
+        return x, x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,10 +275,10 @@ class Float8CurrentScaling(Recipe):
         gemms = super().gemms
         return dataclasses.replace(gemms, wgrad=GemmRecipe()) if self.high_precision_wgrad else gemms
 
-    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
-        options: Any = {"granularity": self.granularity, "use_power_2_scales": self.use_power_2_scales}
-        x, g = (CurrentQuantizer(dtype=dtype, **options) for dtype in dtypes)
-        return x, x, g
+    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+        granularity, power_2 = self.granularity, self.use_power_2_scales
+        x = CurrentQuantizer(dtype=dtype, granularity=granularity, use_power_2_scales=power_2)
+        return x, x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,9 +310,9 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     scale_rounding: str = "up"
 
-    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
-        x, g = (BlockQuantizer(dtype=dtype, scale_rounding=self.scale_rounding) for dtype in dtypes)
-        return x, x, g
+    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+        x = BlockQuantizer(dtype=dtype, scale_rounding=self.scale_rounding)
+        return x, x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,11 +345,11 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
-    def _quantizers(self, *dtypes: Any) -> tuple[Quantizer, Quantizer, Quantizer]:
+    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
         check_bool("use_f32_scales", self.use_f32_scales)
         scale = "float32" if self.use_f32_scales else "power_of_two"
-        x, g = (BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale) for dtype in dtypes)
-        return x, dataclasses.replace(x, block=(128, 128)), g
+        x = BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale)
+        return x, dataclasses.replace(x, block=(128, 128))
 
 
 _RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)

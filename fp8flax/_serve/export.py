@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fp8flax._core.names import PARAMS
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
 from fp8flax._core.state.tree import path_names
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
@@ -255,7 +256,7 @@ def _scale_in_file(op: ServedOp, name: str, scale: Any) -> tuple[str, Any]:
     assert op.layout is not None
     if name == INPUT_SCALE or quantizer.has_one_scale:
         return "weight_scale" if name == KERNEL_SCALE else name, scale
-    if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
+    if isinstance(quantizer, BlockQuantizer):  # block scales have a batch dimension of size 1
         end = "weight_scale_inv" if quantizer.block == (128, 128) else "weight_scale"
         return end, scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
     return "weight_scale", _as_matrix(scale, op.layout) if op.layout.out else scale
@@ -285,14 +286,14 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    if any(quantizer.scales_along_contraction for quantizer in used):
+    if any(isinstance(quantizer, BlockQuantizer) for quantizer in used):
         return None
     float8 = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**float8, "strategy": "tensor" if rhs.has_one_scale else "channel", "dynamic": False}
     inputs = None
     if lhs is not None:
         strategy = "tensor" if lhs.has_one_scale else "token"
-        inputs = {**float8, "strategy": strategy, "dynamic": not lhs.needs_state}
+        inputs = {**float8, "strategy": strategy, "dynamic": not isinstance(lhs, DelayedQuantizer)}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

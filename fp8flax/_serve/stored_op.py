@@ -23,7 +23,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.ops.dot_general import packed_kernel
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import CurrentQuantizer
+from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import history_axis
@@ -181,7 +181,7 @@ def _delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], 
     """
     scales = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
-        if used is None or not used.needs_state:
+        if not isinstance(used, DelayedQuantizer):
             continue
         names = state_leaf_names(role)
         place = "/".join((*path, names[0]))

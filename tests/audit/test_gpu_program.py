@@ -273,9 +273,9 @@ def test_hoppers_kernels_multiply_in_fp8_and_spill_no_register(script, kernels):
 def test_the_kernel_that_quantizes_blocks_compiles(dtype):
     """Shapes with and without partial blocks compile; the assembler once crashed on float32 tiles."""
     for shape in ((1, 256, 512), (2, 200, 300)):
-        for is_square, power_2 in ((False, True), (True, True), (True, False)):
-            options = {"is_square": is_square, "power_2": power_2, "inf_is_nan": power_2}
-            f = partial(block_quantize, dtype=jnp.float8_e4m3fn, **options)
+        for rows, scale in ((1, "power_of_two"), (128, "power_of_two"), (128, "float32")):
+            quantizer = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(rows, 128), scale=scale)
+            f = partial(block_quantize, quantizer=quantizer, inf_is_nan=scale == "power_of_two")
             assert BLOCK_QUANTIZE in compiled(f, struct(*shape, dtype=dtype))
 
 

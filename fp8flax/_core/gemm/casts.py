@@ -9,17 +9,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor
+from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
@@ -30,7 +28,6 @@ class Cast(NamedTuple):
     """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
     quantizer: BlockQuantizer
-    """The quantizer for both GEMMs. Square blocks serve both GEMMs, so both results have the same codes."""
     first: Dims
     """What the first GEMM of the tensor contracts: its rows or its columns."""
     inf_is_nan: bool = False
@@ -112,18 +109,16 @@ def _by_xla(cast: Cast, x: jax.Array) -> Pair:
 def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
     """Quantizes by the GPU kernel, which reads each tile of the tensor once; see ``block_quantize``.
 
-    The kernel writes the codes in both orders. With ``shares_codes`` both results have those in the order
-    of the tensor.
+    The kernel writes the codes in both orders. With ``shares_codes`` both results have the same codes.
     """
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrix(x.shape)
-    along_columns, transposed = block_quantize(
+    along_columns, along_rows = block_quantize(
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows), round_up(columns))),
-        quantizer.dtype,
-        is_square=quantizer.block[0] == BLOCK,
-        power_2=quantizer.scale == "power_of_two",
+        quantizer,
         inf_is_nan=cast.inf_is_nan,
     )
-    along_rows = along_columns if shares_codes else [jnp.swapaxes(array, 1, 2) for array in transposed]
+    if shares_codes:
+        along_rows = along_columns
 
     def tensor(dims: Dims, codes: jax.Array, scale: jax.Array) -> QTensor:
         """Returns the tensor for a GEMM from the padded matrices."""

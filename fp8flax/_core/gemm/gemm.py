@@ -31,29 +31,28 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     absent_gpu,
+    are_positive,
     compiles_algorithms,
     compute_capability,
+    fits_kernels,
     has_units_for_blocks,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
-from fp8flax._core.gemm.sizes import are_positive, fits_kernels, padded, round_up
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized
+from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 
-ALGORITHMS = {
-    "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
-    "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+_ALGORITHMS = {
+    "fast": (lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM, lax.Precision.DEFAULT),
+    "exact": (lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32, lax.Precision.HIGHEST),
 }
-"""The algorithm of ``dot_general`` that makes XLA use cublasLt, by ``GemmRecipe.accumulation``."""
-
-_PRECISIONS = {"fast": lax.Precision.DEFAULT, "exact": lax.Precision.HIGHEST}
-"""The precision that makes cublasLt accumulate like the algorithm, if XLA does not use Triton."""
+"""By ``GemmRecipe.accumulation``: the algorithm of ``dot_general`` that makes XLA use cublasLt, and the
+precision that makes cublasLt accumulate like it, if XLA does not use Triton."""
 
 AnyTensor = QTensor | jax.Array
 """An operand, quantized or wide."""
@@ -104,10 +103,10 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
         with jax.named_scope(KEPT_WIDE):
             return _wide(gemm, a, b)
-    if a.quantizer.scales_along_contraction != b.quantizer.scales_along_contraction:
+    if bool(a.block) != bool(b.block):
         with jax.named_scope(DEQUANTIZED):
             return _wide(gemm, a, b)
-    if a.quantizer.scales_along_contraction:
+    if a.block:
         return no_derivative(partial(_blocks, gemm))(a, b)
     on_gpu = _of_codes(gemm, a, b)
     if on_gpu is None:
@@ -196,7 +195,7 @@ _TINY = 100
 
 It does so in float16, where a product can overflow: 448 times 448 is inf (seen on an H100)."""
 
-_CUBLASLT_MULTIPLE = 16
+CUBLASLT_MULTIPLE = 16
 """cublasLt takes FP8 operands whose sizes are multiples of this. For others XLA would pad by a copy."""
 
 _FEW_ROWS = 256
@@ -217,8 +216,8 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
         return None
     keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
-        gemm.accumulation in ALGORITHMS
-        and not any(size % _CUBLASLT_MULTIPLE for size in sizes)
+        gemm.accumulation in _ALGORITHMS
+        and not any(size % CUBLASLT_MULTIPLE for size in sizes)
         # cublasLt does not multiply e5m2 by e5m2.
         and not a.codes.dtype == b.codes.dtype == E5M2
         and not (keeps_layout and are_positive(sizes) and rows <= _FEW_ROWS)
@@ -270,14 +269,14 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     then not use cublasLt. So rows are multiplied in pairs. (A transposed operand also avoids this, but is
     gathered once more.)
     """
+    algorithm, precision = _ALGORITHMS[gemm.accumulation]
     takes_algorithms = absent_gpu() is None or compiles_algorithms()
-    precision: Any = (ALGORITHMS if takes_algorithms else _PRECISIONS)[gemm.accumulation]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(dims=(((2,), (0,)), ((), ())))
     with jax.named_scope(CUBLASLT):
-        out = _dot(gemm, left, row_major(b.codes), dtype, precision)
+        out = _dot(gemm, left, row_major(b.codes), dtype, algorithm if takes_algorithms else precision)
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -51,6 +53,21 @@ class Gpu:
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
 
 
+_L40S = Gpu(
+    name="NVIDIA L40S",
+    compute_capability=8.9,
+    pallas_name="NVIDIA L40",
+    cores=142,
+    clock_ghz=2.52,
+    memory=51_539_607_552,
+    l2_cache=100_663_296,
+    bandwidth=864_000_000_000,
+    bf16=290e12,
+    fp8=520e12,
+    threads_per_core=1536,
+    shared_memory_per_block=101_376,
+    shared_memory_per_core=102_400,
+)
 _H100 = Gpu(
     name="NVIDIA H100",
     compute_capability=9.0,
@@ -78,34 +95,17 @@ GPUS = {
         shared_memory_per_block=166_912,
         shared_memory_per_core=167_936,
     ),
-    "l40s": Gpu(
-        name="NVIDIA L40S",
-        compute_capability=8.9,
-        pallas_name="NVIDIA L40",
-        cores=142,
-        clock_ghz=2.52,
-        memory=51_539_607_552,
-        l2_cache=100_663_296,
-        bandwidth=864_000_000_000,
-        bf16=290e12,
-        fp8=520e12,
-        threads_per_core=1536,
-        shared_memory_per_block=101_376,
-        shared_memory_per_core=102_400,
-    ),
-    "rtx4090": Gpu(
+    "l40s": _L40S,
+    "rtx4090": dataclasses.replace(
+        _L40S,
         name="NVIDIA GeForce RTX 4090",
-        compute_capability=8.9,
+        pallas_name=None,
         cores=128,
-        clock_ghz=2.52,
         memory=25_769_803_776,
         l2_cache=75_497_472,
         bandwidth=1_008_000_000_000,
         bf16=132e12,
         fp8=234e12,
-        threads_per_core=1536,
-        shared_memory_per_block=101_376,
-        shared_memory_per_core=102_400,
     ),
     "h100": _H100,
     "h200": dataclasses.replace(
@@ -189,8 +189,17 @@ def is_hopper(capability: float) -> bool:
     return HOPPER <= capability < NATIVE_MX
 
 
-# Which recipes run in FP8 units. These functions decide from dtypes and scales alone, for warnings and
-# reports. ``gemm``, which also knows the shapes, chooses what runs.
+# What our GPU kernels take, and which recipes run in FP8 units.
+
+
+def are_positive(sizes: Iterable[int]) -> bool:
+    """Returns whether all sizes are known and positive. Under ``jax.export`` a size may be symbolic."""
+    return all(isinstance(size, int) and size > 0 for size in sizes)
+
+
+def fits_kernels(*shapes: tuple[int, ...]) -> bool:
+    """Returns whether our GPU kernels can take arrays of these shapes: they count elements in 32 bits."""
+    return all(math.prod(shape) < 2**31 for shape in shapes)
 
 
 def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
@@ -200,7 +209,7 @@ def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
 
 
 def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: float) -> bool:
-    """Returns whether a GPU multiplies operands with scales per block in FP8 units.
+    """Returns whether a GPU multiplies operands with scales per block in FP8 units, if the shapes fit.
 
     Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
     e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.

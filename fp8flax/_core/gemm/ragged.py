@@ -1,14 +1,14 @@
 """Multiplies the rows of a ragged dot by the kernels of their experts.
 
-The rows are multiplied in tiles, each once for every expert that has rows in it (see ``groups``). On Hopper
-one GPU kernel multiplies all tiles of a device. On other devices one tile is multiplied after the other.
+The rows are multiplied in tiles, each once for every expert that has rows in it. On Hopper one GPU kernel
+multiplies all tiles of a device. On other devices one tile is multiplied after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from jax.custom_batching import sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.gemm import AnyTensor, Gemm, multiply, sum_dtype_of
-from fp8flax._core.gemm.gpus import compute_capability, is_hopper, multiplies_on_hopper
-from fp8flax._core.gemm.groups import ends_of_groups, is_of_expert, visits_of
+from fp8flax._core.gemm.gemm import CUBLASLT_MULTIPLE, AnyTensor, Gemm, multiply, sum_dtype_of
+from fp8flax._core.gemm.gpus import are_positive, compute_capability, is_hopper, multiplies_on_hopper
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
-from fp8flax._core.gemm.sizes import are_positive, padded, round_up
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import BLOCK, TILE, QTensor
+from fp8flax._core.qtensor import BLOCK, TILE, QTensor, padded, round_up
 from fp8flax._core.quantize import no_derivative
 
 
@@ -68,7 +66,7 @@ def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) ->
         compute_capability()
         and isinstance(a, QTensor)
         and isinstance(b, QTensor)
-        and a.quantizer.scales_along_contraction == b.quantizer.scales_along_contraction
+        and bool(a.block) == bool(b.block)
         and are_positive((*a.shape, *b.shape))
     ):
         return in_tiles(a, b, group_sizes)
@@ -100,20 +98,86 @@ def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) ->
     return out
 
 
+# Which tiles hold rows of which expert. Expert e owns the rows from ``ends[e - 1]`` up to, but without,
+# ``ends[e]``. Tiles are cut at multiples of their size, so a tile may hold rows of several experts. Each of
+# them visits the tile once.
+
+
+class Visits(NamedTuple):
+    """The visits of all experts to the tiles of their rows, in the order of the rows: int32 arrays.
+
+    The number of visits is an upper bound. The last visits may be unused; they have no rows.
+    """
+
+    row: jax.Array
+    """For each visit, the first row of its tile; 0 if the visit is unused."""
+    expert: jax.Array
+    """For each visit, the index of its expert."""
+    low: jax.Array
+    """For each visit, the first row of the expert in the tile, counted from the start of the tile."""
+    high: jax.Array
+    """For each visit, the row after the expert's last row in the tile; 0 if the visit is unused."""
+    first: jax.Array
+    """For each expert, the index of its first visit."""
+    number: jax.Array
+    """For each expert, the number of its visits."""
+
+
+def visits_of(rows: int, tile: int, group_sizes: jax.Array) -> Visits:
+    """Returns the visits of all experts to tiles of ``tile`` rows; ``rows`` is a multiple of ``tile``."""
+    experts, size = group_sizes.size, np.int32(tile)
+    ends = ends_of_groups(group_sizes, rows)
+    starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
+    number = jnp.where(ends > starts, (ends - 1) // size - starts // size + 1, 0)
+    after = _sums_up_to(number)
+    first = after - number
+    visit = lax.iota(np.int32, rows // tile + experts - 1)
+    is_used = visit < after[-1]
+    expert = jnp.sum(visit[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, np.int32(experts - 1))
+    row = jnp.where(is_used, (starts[expert] // size + visit - first[expert]) * size, 0)
+    low = jnp.maximum(starts[expert] - row, 0)
+    high = jnp.where(is_used, jnp.minimum(ends[expert] - row, size), 0)
+    return Visits(row, expert, low, high, first, number)
+
+
+def is_of_expert(tile: int, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns masks ``(..., tile, 1)`` of the rows of visits that belong to the expert of the visit."""
+    row = lax.broadcasted_iota(np.int32, (*low.shape, tile, 1), low.ndim)
+    low, high = (x[..., None, None] for x in (low, high))
+    return (row >= low) & (row < high)
+
+
+def ends_of_groups(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns the end of each group, int32 of the shape of ``group_sizes``: the row after its last row.
+
+    A size below 0 counts as 0. An end is at most ``rows``.
+    """
+    clipped = jnp.clip(group_sizes, 0, min(rows, jnp.iinfo(group_sizes.dtype).max)).astype(jnp.int32)
+    return lax.min(_sums_up_to(clipped), np.int32(rows))
+
+
+def _sums_up_to(numbers: jax.Array) -> jax.Array:
+    """Returns for each number the sum of the numbers up to and with it, int32."""
+    # Masked sums instead of cumsum, because XLA fuses them into one kernel.
+    shape = numbers.size, numbers.size
+    is_up_to = lax.broadcasted_iota(np.int32, shape, 0) >= lax.broadcasted_iota(np.int32, shape, 1)
+    return jnp.sum(jnp.where(is_up_to, numbers, 0), axis=1, dtype=jnp.int32)
+
+
 # In tiles, on any device.
 
 # A tile is multiplied once by the kernel of each expert that has rows in it. Small tiles waste fewer rows.
 # Large tiles read each kernel less often, and use more of a GPU. The tile size is a heuristic: half the
 # average group size, rounded down to a power of two, within these bounds.
 _SMALLEST_TILE, _LARGEST_TILE = 128, 512
-_ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
 
 def tile_of(rows: int, experts: int) -> int:
     """Returns the number of rows in a tile."""
     half = max(1, rows // (2 * experts))
     tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
-    return min(tile, max(_ROW_MULTIPLE, round_up(rows, _ROW_MULTIPLE)))
+    return min(tile, max(CUBLASLT_MULTIPLE, round_up(rows, CUBLASLT_MULTIPLE)))
 
 
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,

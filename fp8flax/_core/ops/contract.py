@@ -44,7 +44,7 @@ from fp8flax._core.names import (
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, quantized
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -314,13 +314,14 @@ def _named(role: str, operand: QTensor) -> QTensor:
     A delayed scale is left out, because the op keeps it anyway.
     """
     bits, name = operand.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
-    scale: Any = None if operand.quantizer.needs_state else checkpoint_name(bits.scale, _SCALING_NAME)
+    is_delayed = isinstance(operand.quantizer, DelayedQuantizer)
+    scale: Any = None if is_delayed else checkpoint_name(bits.scale, _SCALING_NAME)
     return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name), scale=scale)
 
 
 def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
     """Returns the operand from the form in which ``_named`` has stored it."""
-    if kept.quantizer.needs_state:
+    if isinstance(kept.quantizer, DelayedQuantizer):
         kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
     return kept.from_bits()
 

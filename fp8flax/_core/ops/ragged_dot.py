@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.groups import ends_of_groups
-from fp8flax._core.gemm.ragged import multiply_ragged
+from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.ops.contract import (
     Contraction,

@@ -61,8 +61,8 @@ def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, i
 def test_nothing_that_may_be_nan_meets_a_minimum_or_maximum():
     """Those of Pallas's Triton backend prefer a number to a NaN, which no interpreter shows."""
     x = jnp.zeros((1, 128, 128))
-    for is_square in (False, True):
-        kernel = partial(block_quantize, dtype=E4M3, is_square=is_square, power_2=not is_square)
-        text = str(jax.make_jaxpr(kernel)(x))
+    for rows, scale in ((1, "power_of_two"), (128, "float32")):
+        quantizer = fp8.BlockQuantizer(dtype=E4M3, block=(rows, 128), scale=scale)
+        text = str(jax.make_jaxpr(partial(block_quantize, quantizer=quantizer))(x))
         assert "pallas_call" in text
         assert not re.search(r":f32\[128,128\] = (max|min|clamp)\b", text)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm import groups
+from fp8flax._core.gemm import ragged
 
 ROWS, TILE = 384, 128
 
@@ -23,7 +23,7 @@ def bounds(rows, sizes):
     return list(zip([0, *ends[:-1]], ends))
 
 
-visits_of = jax.jit(partial(groups.visits_of, ROWS, TILE))
+visits_of = jax.jit(partial(ragged.visits_of, ROWS, TILE))
 
 
 @pytest.mark.newest

@@ -1,10 +1,7 @@
 """Quantizes a matrix and its transpose with scales per 128 columns: one GPU kernel.
 
-A tensor enters two GEMMs and is quantized for both, with blocks along either dimension. XLA reads the
-tensor four times: for the amaxes of rows, for those of columns, and for two casts. This kernel reads each
-tile once.
-
-The kernel uses Pallas's Triton backend, which JAX calls deprecated from 0.11 on.
+For the two GEMMs of a tensor XLA reads it four times: for the amaxes of rows, for those of columns, and for
+two casts. This kernel, which uses Pallas's Triton backend, reads each tile once.
 """
 
 from __future__ import annotations
@@ -15,49 +12,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.quantize import divided
-from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
+from fp8flax._core.quantizers import BlockQuantizer
 
 _LARGEST = np.finfo(np.float32).max
 
 
 def block_quantize(
     x: jax.Array,
-    dtype: Any,
+    quantizer: BlockQuantizer,
     *,
-    is_square: bool,
-    power_2: bool,
     inf_is_nan: bool = False,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns the codes and scales of a stack of matrices, and the codes and scales of its transpose.
+    """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
     Args:
         x: the matrices, ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples
             of 128.
-        dtype: FP8 dtype of all codes.
-        is_square: whether 128 rows and 128 columns share a scale. Otherwise 128 columns of one row do.
-        power_2: whether scales are rounded up to powers of two.
+        quantizer: of blocks of ``(1, 128)`` or ``(128, 128)``, with float32 scales.
         inf_is_nan: whether an Inf becomes a NaN. Otherwise it saturates. Scales ignore Inf and NaN.
         interpret: whether to run the kernel step by step on any device, for tests.
 
     Returns:
-        Two pairs of codes and float32 scales. The codes of the first pair have the shape of ``x``, its
-        scales the shape ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` with ``is_square``. The
-        second pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those of
-        ``BlockQuantizer``.
+        Two pairs of codes and float32 scales, equal to those that ``quantizer`` makes in plain JAX. The
+        scales are ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)``
+        for square blocks. The second codes lie in the order of the transpose.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // BLOCK, columns // BLOCK
-    cast = partial(_cast, dtype, power_2)
+    is_square, cast = quantizer.block[0] == BLOCK, partial(_cast, quantizer)
 
     def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
         values = x_ref[...].astype(jnp.float32)
@@ -89,8 +80,8 @@ def block_quantize(
     codes, transposed, scale, other_scale = pl.pallas_call(
         kernel,
         out_shape=[
-            out(rows, columns, dtype),
-            out(columns, rows, dtype),
+            out(rows, columns, quantizer.dtype),
+            out(columns, rows, quantizer.dtype),
             out(column_blocks, scale_rows, jnp.float32),
             out(row_blocks, scale_columns, jnp.float32),
         ],
@@ -106,20 +97,13 @@ def block_quantize(
         interpret=interpret,
         compiler_params=None if interpret else triton.CompilerParams(num_warps=8, num_stages=1),
     )(x)
-    swapped = (0, 2, 1)
-    return (codes, lax.transpose(scale, swapped)), (transposed, lax.transpose(other_scale, swapped))
+    return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
-def _cast(dtype: Any, power_2: bool, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
-    limit = fp8_max(dtype)
-    if power_2:
-        exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
-        scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
-    else:
-        scale = compute_scale(amax, 1.0, limit)
-        scaled = divided(values, scale)
+    scaled, scale = quantizer.scaled(values, amax, divided)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    bound = np.float32(limit)
+    bound = np.float32(fp8_max(quantizer.dtype))
     saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
-    return saturated.astype(dtype), scale
+    return saturated.astype(quantizer.dtype), scale

@@ -34,7 +34,7 @@ def on_shards(
     split a dimension between blocks. They do not split a dimension that ends in a partial block.
 
     Args:
-        kernel: a function of tensors. A tensor is an array or a ``QTensor``.
+        kernel: a function of arrays and of ``QTensor``.
         operands: for each operand, a lower case letter for each dimension, or for the codes of a
             ``QTensor``. Dimensions with the same letter correspond, and are split together. A dimension
             ``-`` corresponds to no other, and is not split. If operands do not agree on how they split a
@@ -49,8 +49,14 @@ def on_shards(
         made = jax.eval_shape(kernel, *args)
         of_results = [(results, made)] if isinstance(results, str) else [*zip(results, made)]
         tensors = [*zip(operands, args), *of_results]
-        partial = {one for letters, x in tensors for one in _partial_dims(x, letters)}
-        dims = [one for letters, x in tensors for one in _dims_of_leaves(x, letters, partial)]
+        whole = {  # dimensions that end in a partial block
+            one
+            for letters, x in tensors
+            if isinstance(x, QTensor)
+            for one, size, width in zip(letters, x.shape, x.block)
+            if size % width
+        }
+        dims = [one for letters, x in tensors for one in _dims_of_leaves(x, letters, whole)]
         leaves, treedef = jax.tree.flatten(args)
 
         def kernel_of_leaves(*leaves: Any) -> list[Any]:
@@ -62,12 +68,6 @@ def on_shards(
         return jax.tree.unflatten(jax.tree.structure(made), made_leaves)
 
     return run
-
-
-def _partial_dims(x: Any, letters: str) -> list[str]:
-    """Returns the letters of the dimensions whose last block is partial."""
-    block = x.block if isinstance(x, QTensor) else ()
-    return [one for one, size, width in zip(letters, x.shape, block) if size % width]
 
 
 def _dims_of_leaves(x: Any, letters: str, whole: Iterable[str]) -> list[str]:

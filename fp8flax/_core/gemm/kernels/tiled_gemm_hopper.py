@@ -1,7 +1,6 @@
 """A GEMM in tiles, with scales per block: a GPU kernel in Mosaic GPU for Hopper's FP8 units.
 
-Its caller says which rows of the operands each tile of the result is computed from. ``gemm.gemm``
-multiplies stacks of matrices with it, ``gemm.ragged`` the rows of experts.
+Its caller says which rows of the operands each tile of the result is computed from.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ def tiled_gemm(
         num_blocks: a function of the index of a row of tiles of the result, which returns the number of
             blocks of its tiles. A tile without blocks is zero.
         block: a function of the index of a row of tiles of the result, and of the index of a block.
-        shape: the shape of the result; both sizes are multiples of 128.
+        shape: both sizes are multiples of 128.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
-        name: the name of the GPU kernel.
+        name: of the GPU kernel.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
 
     Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
