@@ -16,7 +16,7 @@ from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
-from fp8flax._core.ops.contract import Contraction, Scales, States
+from fp8flax._core.ops.contract import STATELESS, Contraction, Scales, States
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState, is_state_dtype
@@ -198,11 +198,11 @@ class OpBase:
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
         if self.row.has_form and frozen is None:
             keywords["form"] = self.form
-        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else States()
+        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else STATELESS
         keywords |= {"states": states, "recipe": recipe, "frozen": frozen}
         with in_op(self._place):
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
-        for state in filter(None, states):
+        for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
             return out if is_max_dtype(state.scale) else _checked(out, rhs, state.scale)
         return out
@@ -230,7 +230,7 @@ class OpBase:
                     "stacked NNX layers inside of nnx.vmap or nnx.scan."
                 )
             values.setdefault(leaf.role, []).append(value)
-        return States(**{role: ScalingState(*both) for role, both in values.items()})
+        return {role: ScalingState(*both) for role, both in values.items()}
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
         """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
