@@ -2,8 +2,7 @@
 
 The op may be inside a loop, a rematerialized block or a jitted function, which do not return the numbers of
 the op. So the op reports them by a primitive (``with_report``). ``collect`` runs a program and returns what
-its ops report. A model does not have to declare anything for this: no variable, and no collection in
-``nn.scan``.
+its ops report.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from jax.experimental import multihost_utils
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import with_report
-from fp8flax._core.axes import merge_amax
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState
 
 # The mode of the ops.
@@ -121,23 +118,6 @@ def report_amax(
     # While calibrating, the place of the scale has the number of the tensor.
     number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)
     return report(x, quantizer, jnp.stack([number, amax], -1))
-
-
-def report_amax_of_cotangent(
-    quantizer: DelayedQuantizer, out: jax.Array, scale: jax.Array, state: ScalingState
-) -> jax.Array:
-    """Returns ``out``. The backward pass reports the amax of its cotangent, for ``calibrate``.
-
-    The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
-    needs no gradient but that of the state.
-    """
-
-    def report_cotangent(g: jax.Array, args: Any) -> Any:
-        scale, state = args
-        amax = delayed_amax(g)
-        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
-
-    return on_cotangent(report_cotangent, out, (scale, state)) if mode.value.backward else out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

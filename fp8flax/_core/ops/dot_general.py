@@ -235,10 +235,9 @@ def fp8_dot_general(
     frozen: Scales | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
-    """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
+    """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
 
-    ``DotGeneral.__call__`` and ``modes.run`` explain the arguments. The "gradients" of the states are their
-    next values.
+    The kernel ``rhs`` is an array, or a ``QTensor`` from ``packed_kernel``.
     """
     # The plan describes a wide kernel.
     wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs

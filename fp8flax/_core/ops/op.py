@@ -19,7 +19,7 @@ from fp8flax._core.observe import in_op
 from fp8flax._core.ops.contract import STATELESS, Contraction, Scales, States
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import ScalingState, is_state_dtype
+from fp8flax._core.state.state import ScalingState, check_state_dtype
 
 Shape = tuple[int, ...]
 
@@ -217,11 +217,7 @@ class OpBase:
         values: dict[str, list[jax.Array]] = {}
         for leaf in self._state_leaves(recipe, kernel):
             value, where = self._value(leaf)
-            if not is_state_dtype(value):
-                raise TypeError(
-                    f"The scaling state {where} must be float32; got {value.dtype}. Cast the parameters "
-                    "alone, or cast this leaf back with .astype(jnp.float32)."
-                )
+            check_state_dtype(where, value)
             if value.shape != leaf.shape:
                 raise ValueError(
                     f"The scaling state {where} has shape {value.shape}, but the recipe needs "

@@ -107,18 +107,9 @@ def fp8_ragged_dot(
     recipe: Recipe,
     frozen: Scales | None = None,
 ) -> Float[jax.Array, "rows columns"]:
-    """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
+    """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
 
-    Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are zeros, and they have no gradient
-    and no effect on any scale or amax. Input and output gradient have one scale (or one per slice along the
-    contraction). Each expert's kernel has its own scales, with a state of shapes ``(experts, 1)`` and
-    ``(experts, amax_history_len)``. In wgrad, a block of 128 rows with one scale may hold rows of several
-    experts.
-
-    ``RaggedDot.__call__`` and ``modes.run`` explain the arguments.
-
-    Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
-    arXiv:2211.15841.
+    In wgrad, a block of 128 rows with one scale may hold rows of several experts.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)

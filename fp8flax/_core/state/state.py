@@ -55,9 +55,14 @@ class ScalingState(NamedTuple):
     """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)``. The newest entry is at index 0."""
 
 
-def is_state_dtype(x: Any) -> bool:
-    """Returns whether a leaf of scaling state has a valid dtype: float32, or one that merges by maximum."""
-    return is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32
+def check_state_dtype(where: str, x: Any) -> None:
+    """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
+    if not (is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32):
+        got = getattr(x, "dtype", None) or type(x).__name__
+        raise TypeError(
+            f"The scaling state {where} must be float32; got {got}. Cast the parameters alone, or cast "
+            "this leaf back with .astype(jnp.float32)."
+        )
 
 
 # The scale of a step.

@@ -22,7 +22,7 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, digests, is_state_dtype, next_states
+from fp8flax._core.state.state import ScalingState, check_state_dtype, digests, next_states
 
 # Finding the state in a tree.
 
@@ -93,16 +93,6 @@ def history_axis(scale: Any, history: Any) -> int | None:
     return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
 
 
-def check_state_dtype(path: KeyPath, leaf: Any) -> None:
-    """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
-    if not is_state_dtype(leaf):
-        got = getattr(leaf, "dtype", None) or type(leaf).__name__
-        raise TypeError(
-            f"The scaling state at {path_str(path)} must be float32; got {got}. "
-            f"Cast variables['params'] alone, or cast this leaf back with .astype(jnp.float32)."
-        )
-
-
 class Places(NamedTuple):
     """The positions of the scaling state among the leaves of a tree (hashable)."""
 
@@ -122,7 +112,7 @@ class Places(NamedTuple):
         pairs, axes = _find_pairs(paths), []
         for pair in pairs:
             for i in pair:
-                check_state_dtype(paths[i], leaves[i])
+                check_state_dtype(path_str(paths[i]), leaves[i])
             axis = history_axis(*(leaves[i] for i in pair))
             if axis is None:
                 shapes = " and ".join(f"{path_str(paths[i])} has shape {leaves[i].shape}" for i in pair)
