@@ -110,10 +110,7 @@ def report(x: jax.Array, label: Hashable, records: jax.Array) -> jax.Array:
 def report_amax(
     quantizer: DelayedQuantizer, x: jax.Array, amax: jax.Array, state: ScalingState
 ) -> jax.Array:
-    """Returns ``x``, and reports the amax of a tensor, or of several that are stacked, for ``calibrate``.
-
-    The label is the quantizer. The report is made if the result is used.
-    """
+    """Returns ``x``, and reports the amax of a tensor, or of several stacked ones, for ``calibrate``."""
     amax = lax.stop_gradient(amax).astype(np.float32)
     # While calibrating, the place of the scale has the number of the tensor.
     number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)

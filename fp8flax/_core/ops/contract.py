@@ -122,9 +122,7 @@ class Contraction:
 
     def amax(self, role: str, x: jax.Array) -> jax.Array:
         """Returns the ``delayed_amax`` of a canonical tensor; for a stack, one for each of its elements."""
-        amax = jax.vmap(delayed_amax) if self.dims[role][0].is_stack else delayed_amax
-        result: jax.Array = amax(x)
-        return result
+        return jax.vmap(delayed_amax)(x) if self.dims[role][0].is_stack else delayed_amax(x)
 
     def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
         """Returns one of the three GEMMs: its dtypes, and how it accumulates."""
@@ -156,10 +154,7 @@ def _accumulation_of(precision: Any) -> str:
 @jax.custom_vjp
 @jax.jit
 def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
-    """Returns the product of input and kernel; the "gradients" of the scales are the amaxes of this step.
-
-    The scales come from ``state.step_scale``.
-    """
+    """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
     x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
         return plan.original("output", plan.product(FORWARD)(x, w))
@@ -235,11 +230,7 @@ def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -
 def quantized_twice(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Returns a tensor quantized for its first and for its second product, and its amax by role.
-
-    There is no amax without delayed scaling. In an output gradient an Inf becomes a NaN. In other tensors
-    an Inf saturates.
-    """
+    """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
@@ -263,10 +254,7 @@ def quantized_twice(
 
 
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
-    """Quantizes a canonical tensor for its first (0) or second (1) product.
-
-    JAX cannot differentiate this a second time.
-    """
+    """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
     return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
 
@@ -319,10 +307,7 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
 
 
 def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
-    """Returns ``f``, a function of a plan and of trees, for this plan; it runs without explicit mesh axes.
-
-    The result has ``out_sharding`` on explicit axes; None stands for a replicated result.
-    """
+    """Returns ``partial(f, plan)`` without explicit axes inside; without ``out_sharding`` it replicates."""
     if plan.lhs.sharding is None:
         return partial(f, plan)
     mesh = plan.lhs.sharding.mesh

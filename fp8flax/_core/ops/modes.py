@@ -54,8 +54,7 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax
 def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, Any]]:
     """Traces a function of ``lax``, which raises its own errors.
 
-    Returns the shape and dtype of the result, and the parameters of the primitive: all arguments in
-    canonical form.
+    Returns the type of the result, and the parameters of the primitive: the arguments in full.
     """
     program = jax.make_jaxpr(f)(*operands)
     return program.out_avals[0], program.eqns[-1].params
@@ -142,13 +141,12 @@ def _run_qdq(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: S
     out = plan.wide(lhs, rhs)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
-    return on_cotangent(partial(_cast_output_grad, plan), out, ())
+    (quantizer, _), (dims, _) = plan.recipe.of_role("output_grad"), plan.dims["output_grad"]
 
+    def cast(g: jax.Array, args: Any) -> Any:
+        return quantized_and_back(quantizer, inf_to_nan(g), dims, None), args
 
-def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
-    """Casts the output gradient to FP8 and back, without delayed scaling."""
-    quantizer, _ = plan.recipe.of_role("output_grad")
-    return quantized_and_back(quantizer, inf_to_nan(g), plan.dims["output_grad"][0], None), args
+    return on_cotangent(cast, out, ())
 
 
 # Frozen.

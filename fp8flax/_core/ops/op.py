@@ -99,10 +99,7 @@ class Op:
 
 
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns a function with the signature of an op, which computes with ``run``.
-
-    NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
-    """
+    """Returns a function with the signature of an op, which computes with ``run``."""
     call: Any = vars(op)["__call__"]
     return partial(call, SimpleNamespace(_run=run))
 
@@ -142,11 +139,7 @@ def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
 
 
 class OpBase:
-    """Base class of Linen ops and NNX ops.
-
-    Its direct subclass, one for Linen and one for NNX, has the field ``recipe``, and defines ``_value`` and
-    ``_place``.
-    """
+    """Base class of Linen ops and NNX ops, which define ``_value`` and ``_place``."""
 
     row: ClassVar[type[Op]]
     """The description of the op."""

@@ -119,11 +119,9 @@ def named_scaling(numbers: Any) -> Any:
 
 
 def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
-    """Returns the scale of this step to an op that is differentiated; see ``scale_of``.
+    """Returns ``scale_of`` to an op; the op returns the amax as the cotangent, after ``merge_amax``.
 
-    Use the scale in one op. In the backward pass the op returns the amax of the tensor, after
-    ``merge_amax``, in the place of the cotangent of the scale. Then the "gradient" of the state is its
-    ``next_state``.
+    Then the "gradient" of the state is its ``next_state``. Use the scale in one op.
     """
     ((digest, history),) = with_digests([state])
     # ``jax.checkpoint`` keeps the arguments of the function: a history that it does not read is left out.
@@ -188,10 +186,7 @@ digests.defvjp(lambda states: (digests(states), states), lambda states, g: (next
 
 
 def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
-    """Returns the state after a step: the scale of the step, and the history with its amax.
-
-    Both have the shape of the old scale. The old state is kept where ``kept_state`` says so.
-    """
+    """Returns the state after a step, from its scale and amax, both in the shape of the old scale."""
     return kept_state(old, ScalingState(scale, push_amax(amax[..., 0], old.amax_history)))
 
 

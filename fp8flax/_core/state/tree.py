@@ -166,18 +166,12 @@ def enter(tree: Any) -> Any:
     """Returns the variables that JAX differentiates: each scale is replaced by its digest.
 
     ``enter`` and ``leave`` do outside of a gradient what ``merge_by_max`` does inside of it.
-
-    Raises:
-        TypeError: a leaf of scaling state is not float32.
     """
     return merge_by_max(map_state(lax.stop_gradient, lambda leaf: leaf, tree))
 
 
 def leave(tree: Any, cotangents: Any) -> Any:
-    """Returns the gradients of the variables, with the next state as the gradient of the state.
-
-    ``tree`` is what ``enter`` was called with, all state in float32; ``cotangents`` belong to the result.
-    """
+    """Returns the gradients of ``tree``, with the next states, from the cotangents of ``enter(tree)``."""
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
     of_digests = [state.scale for state in places.states(grads)]
