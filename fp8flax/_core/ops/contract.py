@@ -148,9 +148,7 @@ def _accumulation_of(precision: Any) -> str:
     return "fast" if set(precision) == {lax.Precision.DEFAULT} else "exact"
 
 
-# The derivatives of the operands are straight-through: a contraction is linear in each operand, and
-# quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes. The work
-# is jitted, so that JAX traces it once for all equal layers.
+# The work is jitted, so that JAX traces it once for all equal layers.
 @jax.custom_vjp
 @jax.jit
 def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:

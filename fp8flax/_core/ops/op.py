@@ -79,23 +79,15 @@ class Op:
     """The field of NNX layers that takes an instance of the op."""
     is_stack: ClassVar[bool] = False
     """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
+    unsupported: ClassVar[Callable[[Mapping[str, Any]], str | None]] = staticmethod(lambda params: None)
+    """Returns why the op cannot compute the primitive with these parameters, or None."""
+    is_matmul: ClassVar[Callable[..., bool]] = staticmethod(lambda *_: True)
+    """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     @classmethod
     def arguments(cls, params: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments of the op from the parameters of the primitive."""
         return tuple(params[name] for name in cls.params)
-
-    @staticmethod
-    def unsupported(params: Mapping[str, Any]) -> str | None:
-        """Returns why the op cannot compute the primitive with these parameters, or None."""
-        del params
-        return None
-
-    @staticmethod
-    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-        """Returns whether GEMMs compute the op."""
-        del lhs, rhs, arguments
-        return True
 
 
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -182,10 +174,7 @@ class OpBase:
         frozen: Scales | None = None,
         **keywords: Any,
     ) -> jax.Array:
-        """Returns the result of the op, which is not in FP8 if the recipe is None.
-
-        In a frozen model ``frozen`` has the scales, which do not change.
-        """
+        """Returns the result, not in FP8 if the recipe is None; ``modes.run`` explains ``frozen``."""
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
@@ -201,12 +190,7 @@ class OpBase:
         return out
 
     def _states(self, recipe: Recipe, kernel: Shape) -> States:
-        """Returns the states that a recipe needs, for a kernel of this shape.
-
-        Raises:
-            TypeError: an array of the state has another dtype than float32.
-            ValueError: an array of the state has another shape than the recipe needs.
-        """
+        """Returns the states that a recipe needs for a kernel of this shape, and checks their arrays."""
         values: dict[str, list[jax.Array]] = {}
         for leaf in self._state_leaves(recipe, kernel):
             value, where = self._value(leaf)

@@ -7,9 +7,6 @@ scales of this step in e4m3fn and in e5m2. Its cotangent has the scale that was 
 and zero. JAX merges the cotangents of several uses by maximum. ``tree.enter`` makes the digests of all
 tensors of a model together. An op that gets a state without a digest makes one by itself. The "gradient" of
 a state is always its ``next_state``.
-
-One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
-the history and the amax then have leading dimensions, and each tensor has its own scale.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _, _, _SCALING_NAME = RESIDUAL_NAMES
 
 
 class ScalingState(NamedTuple):
-    """The delayed-scaling state of one tensor, or of several that are stacked.
+    """The delayed-scaling state of one tensor, or of several that are stacked, such as experts' kernels.
 
     Both arrays are float32, or ``fp32_max_grad`` in a function that is differentiated.
     """

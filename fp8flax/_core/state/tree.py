@@ -103,12 +103,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> Places:
-        """Returns the positions of the scaling state in a tree with these paths and leaves.
-
-        Raises:
-            TypeError: a leaf of scaling state is not float32.
-            ValueError: the shapes of a scale and its history do not fit.
-        """
+        """Returns the positions of the scaling state in a tree; raises an error if a pair does not fit."""
         pairs, axes = _find_pairs(paths), []
         for pair in pairs:
             for i in pair:
@@ -147,9 +142,6 @@ def merge_by_max(tree: Any) -> Any:
     computes the next state from them. Call it once, inside the differentiated function and before
     ``apply``, as ``TrainState.apply_fn`` does. State that has entered before is returned unchanged, and so
     are all other leaves.
-
-    Raises:
-        TypeError: a leaf of scaling state is not float32.
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
