@@ -79,8 +79,8 @@ class Op:
     """The field of NNX layers that takes an instance of the op."""
     is_stack: ClassVar[bool] = False
     """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
-    unsupported: ClassVar[Callable[[Mapping[str, Any]], str | None]] = staticmethod(lambda params: None)
-    """Returns why the op cannot compute the primitive with these parameters, or None."""
+    unsupported: ClassVar[Callable[..., str | None]] = staticmethod(lambda _: None)
+    """``unsupported(params)`` returns why the op cannot compute the primitive with these parameters."""
     is_matmul: ClassVar[Callable[..., bool]] = staticmethod(lambda *_: True)
     """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
