@@ -71,8 +71,7 @@ def run(
     """Returns the result of a contraction, in the ambient ``mode``.
 
     Args:
-        plan: the contraction.
-        lhs: the input, a wide float.
+        plan, lhs: the contraction and its input.
         rhs: the kernel, a wide float; or the kernel of a frozen model, from ``packed_kernel``.
         states: scaling states of the roles that have delayed scaling.
         frozen: the delayed scales of operands in a frozen model. Gradients then stay wide.

@@ -103,7 +103,6 @@ class MissingStateError(ValueError):
 class StateLeaf(NamedTuple):
     """One array of the scaling state of an op: a scale, or an amax history."""
 
-    role: str
     name: str
     shape: Shape
     fill: float
@@ -191,7 +190,7 @@ class OpBase:
 
     def _states(self, recipe: Recipe, kernel: Shape) -> States:
         """Returns the states that a recipe needs for a kernel of this shape, and checks their arrays."""
-        values: dict[str, list[jax.Array]] = {}
+        values = []
         for leaf in self._state_leaves(recipe, kernel):
             value, where = self._value(leaf)
             check_state_dtype(where, value)
@@ -202,15 +201,15 @@ class OpBase:
                     "or make the state anew: by fp8flax.add_fp8_state in Linen, by a new op in NNX. Call "
                     "stacked NNX layers inside of nnx.vmap or nnx.scan."
                 )
-            values.setdefault(leaf.role, []).append(value)
-        return {role: ScalingState(*both) for role, both in values.items()}
+            values.append(value)
+        return dict(zip(recipe.gemms.delayed, map(ScalingState, values[::2], values[1::2])))
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
-        """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
+        """Returns the arrays of the state that a recipe needs: a scale and a history for each role."""
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
             stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
-            leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
-            leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
+            leaves.append(StateLeaf(scale, (*stack, 1), 1.0))
+            leaves.append(StateLeaf(history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves
