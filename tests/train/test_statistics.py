@@ -364,6 +364,8 @@ def test_the_table():
     text = str(MEASURES["current"](with_state("current", W[:, :8]), X, jnp.ones((4, 8))))
     assert all(word in text for word in (*FIELDS, *(f"Fp8DotGeneralOp/{role}" for role in SHAPES)))
     assert f"{np.max(np.abs(X)):.3g}" in text
+    _, rule, *rows = text.splitlines()
+    assert rule == "-" * max(map(len, rows))
 
 
 def test_plot():

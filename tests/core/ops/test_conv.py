@@ -220,6 +220,10 @@ def test_nan_and_inf():
     np.testing.assert_array_equal(
         new_state(grads)["output_grad_amax_history"], old["output_grad_amax_history"]
     )
+    op = partial(fp8.Fp8ConvGeneralDilatedOp, recipe=fp8.Float8CurrentScaling())
+    current = LAYER.clone(conv_general_dilated_cls=op)
+    dx = jit(jax.grad(lambda x: current.apply(variables, x)[0, 0, 0, 0] * np.inf))(IMAGES)
+    np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
 
 
 def test_uses_merge_by_maximum():
