@@ -14,7 +14,6 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _hopper
-from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import merge_by_max
@@ -159,12 +158,10 @@ def make_step(op, dims):
 
 def states_of(recipe, scale=1.0):
     """Returns fresh scaling states of a matmul under a recipe."""
-    return States(
-        **{
-            role: ScalingState(jnp.full((1,), scale), jnp.zeros((quantizer.amax_history_len,)))
-            for role, quantizer in recipe.gemms.delayed.items()
-        }
-    )
+    return {
+        role: ScalingState(jnp.full((1,), scale), jnp.zeros((quantizer.amax_history_len,)))
+        for role, quantizer in recipe.gemms.delayed.items()
+    }
 
 
 def vjp_of(recipe, dims=MATMUL, states=None):

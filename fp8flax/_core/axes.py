@@ -19,12 +19,10 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
-    """Returns the maximum of ``amax`` over all data that share ``state``.
+    """Returns the maximum of ``amax``, in float32, over all data that share ``state``, such as a scale.
 
     The maximum is taken over each batch axis of ``jax.vmap``, and over each manual axis of
-    ``jax.shard_map``, that ``amax`` has and ``state`` does not have. The result is float32. It is batched,
-    and varies over manual axes, as ``state`` does: the scale, or another array of the shape of ``amax``
-    from the scaling state that the amax is for.
+    ``jax.shard_map``, that ``amax`` has and ``state`` does not have. The result has the axes of ``state``.
     """
     amax = amax.astype(jnp.float32)
     axes = manual_axes(amax) - manual_axes(state)

@@ -93,10 +93,7 @@ def numbers_of(
 
 
 def statistics_of(records: np.ndarray) -> dict[str, float]:
-    """Returns the statistics of a tensor from the ``numbers_of`` its calls, stacked along the first axis.
-
-    They are what ``fp8flax.statistics`` returns.
-    """
+    """Returns what ``fp8flax.statistics`` returns, from the stacked ``numbers_of`` each call."""
     each = Numbers(*np.asarray(records, np.float64).T)
     count = max(np.sum(each.values), 1)
     signal, noise = (np.sum(each.values * np.square(size)) for size in (each.signal, each.noise))

@@ -23,7 +23,6 @@ GROUPED_GEMM = "fp8_grouped_gemm"
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 
-
 NOT_CONVERTED = "fp8_not_converted"
 """The scope of a contraction that ``quantize_model`` did not convert."""
 SWITCHED_OFF = "fp8_switched_off"
@@ -71,11 +70,9 @@ inputs of the block. (``dots_saveable`` alone does not see FP8 GEMMs.)
 """
 
 KERNEL_FORWARD_NAME = "fp8_kernel_forward"
-"""The ``checkpoint_name`` of the kernel's codes for the forward GEMM.
+"""The ``checkpoint_name`` of the kernel's codes for the forward GEMM, if other codes are kept for dgrad.
 
-These codes have the name only if the backward pass keeps other codes of the kernel (named
-``"fp8_kernel"``). ``accumulate_gradients`` finds these codes by this name, and computes them once for all
-microbatches."""
+``accumulate_gradients`` finds these codes by this name, and computes them once for all microbatches."""
 
 OUTPUT_NAME = "fp8_output"
 """The ``checkpoint_name`` of the result of the forward GEMM."""
@@ -87,9 +84,7 @@ PARAMS = "params"
 """The Linen collection of the trained parameters."""
 
 ROLES = ("input", "kernel", "output_grad")
-"""The three tensors of a matmul that are quantized, as they appear in the names of the state.
-
-In a report of ``audit`` the role is something else: which of the three GEMMs it is."""
+"""The three tensors of a matmul that are quantized, as they appear in the names of the state."""
 
 SCALE, AMAX_HISTORY = "_scale", "_amax_history"
 """The endings of the names of the state's variables, see ``state_leaf_names``."""

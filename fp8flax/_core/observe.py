@@ -2,8 +2,7 @@
 
 The op may be inside a loop, a rematerialized block or a jitted function, which do not return the numbers of
 the op. So the op reports them by a primitive (``with_report``). ``collect`` runs a program and returns what
-its ops report. A model does not have to declare anything for this: no variable, and no collection in
-``nn.scan``.
+its ops report.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +22,7 @@ from jax.experimental import multihost_utils
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import with_report
-from fp8flax._core.axes import merge_amax
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState
 
 # The mode of the ops.
@@ -113,42 +109,8 @@ def report(x: jax.Array, label: Hashable, records: jax.Array) -> jax.Array:
 def report_amax(
     quantizer: DelayedQuantizer, x: jax.Array, amax: jax.Array, state: ScalingState
 ) -> jax.Array:
-    """Returns ``x``, and reports the amax of a tensor, or of several that are stacked, for ``calibrate``.
-
-    The label is the quantizer. The report is made if the result is used.
-    """
+    """Returns ``x``, and reports the amax of a tensor, or of several stacked ones, for ``calibrate``."""
     amax = lax.stop_gradient(amax).astype(np.float32)
     # While calibrating, the place of the scale has the number of the tensor.
     number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)
     return report(x, quantizer, jnp.stack([number, amax], -1))
-
-
-def report_amax_of_cotangent(
-    quantizer: DelayedQuantizer, out: jax.Array, scale: jax.Array, state: ScalingState
-) -> jax.Array:
-    """Returns ``out``. The backward pass reports the amax of its cotangent, for ``calibrate``.
-
-    The "gradient" of the state, through a scale of ``step_scale``, depends on the report. So ``calibrate``
-    needs no gradient but that of the state.
-    """
-
-    def report_cotangent(g: jax.Array, args: Any) -> Any:
-        scale, state = args
-        amax = delayed_amax(g)
-        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
-
-    return on_cotangent(report_cotangent, out, (scale, state)) if mode.value.backward else out
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
-    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
-
-    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for the innermost gradient only.
-    """
-    del f, args
-    return x
-
-
-on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))

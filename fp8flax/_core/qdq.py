@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.observe import is_calibrating, on_cotangent, report_amax, report_amax_of_cotangent
+from fp8flax._core.observe import is_calibrating, mode, report_amax
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
@@ -29,7 +29,7 @@ from fp8flax._core.quantize import (
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.state.state import ScalingState, is_state_dtype, step_scale
+from fp8flax._core.state.state import ScalingState, check_state_dtype, on_cotangent, step_scale
 
 
 def _checked(
@@ -39,8 +39,7 @@ def _checked(
     quantizer, x = DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype")), as_float_array(x, name)
     state = ScalingState(*(x if is_max_dtype(x) else jnp.asarray(x) for x in (scale, amax_history)))
     for field, value in state._asdict().items():
-        if not is_state_dtype(value):
-            raise TypeError(f"{field} must be float32 or fp32_max_grad; got {value.dtype}. Do not cast it.")
+        check_state_dtype(field, value)
     if state.scale.shape not in ((), (1,)):
         raise ValueError(f"scale must be a scalar or have shape (1,); got shape {state.scale.shape}.")
     if state.amax_history.ndim != 1 or state.amax_history.size == 0:
@@ -161,8 +160,15 @@ def out_qdq(
     """
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     new_scale = step_scale(quantizer, state)
+
+    def report(g: jax.Array, args: Any) -> Any:
+        """Reports the amax for ``calibrate``, and makes the "gradient" of the state depend on it."""
+        scale, state = args
+        amax = delayed_amax(g)
+        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
+
     if is_calibrating():
-        return report_amax_of_cotangent(quantizer, out, new_scale, state)
+        return on_cotangent(report, out, (new_scale, state)) if mode.value.backward else out
     return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
 
 

@@ -1,4 +1,4 @@
-"""The base class of the Linen ops: it declares their variables and finds the recipe in use."""
+"""The base class of the Linen ops."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for Linen layers, called like ``lax.conv_general_dilated``.
 
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
-    You can also call the op in a module of your own.
+    The scaling state, and ``autocast(enabled=False)``, are as in ``Fp8DotGeneralOp``.
 
     Some convolutions are matmuls: their windows do not overlap, they have no groups, and their input is not
     dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
@@ -133,9 +133,6 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     convolutions in FP8. Such a convolution has the values of FP8, but the speed and the memory of the
     operands' dtype. It needs a recipe with one scale per tensor, the same in all products
     (``DelayedScaling``, ``Float8CurrentScaling``).
-
-    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
-    ``lax.conv_general_dilated``.
 
     Attributes:
         recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
@@ -167,8 +164,7 @@ class Fp8RaggedDotOp(Fp8Op):
 
     The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
     amax history. ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` has shape
-    ``(experts, amax_history_len)``. The input and the output gradient have one scale each. Under
-    ``autocast(enabled=False)`` the op is ``lax.ragged_dot``.
+    ``(experts, amax_history_len)``. The input and the output gradient have one scale each.
 
     Attributes:
         recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``. Values with scales per block are

@@ -16,7 +16,8 @@ from jax.tree_util import KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
-from fp8flax._core.state.tree import Places, check_state_dtype, flatten, path_str
+from fp8flax._core.state.state import check_state_dtype
+from fp8flax._core.state.tree import Places, flatten, path_str
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
 
@@ -88,7 +89,7 @@ def add_fp8_state(
 
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
     """Returns the state ``value`` with the shape of ``leaf``; only the size of ``axis`` may change."""
-    check_state_dtype(path, value)
+    check_state_dtype(path_str(path), value)
     if value.shape == leaf.shape:
         return value
     differing = [i for i, sizes in enumerate(zip(value.shape, leaf.shape)) if len(set(sizes)) > 1]

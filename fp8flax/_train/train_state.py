@@ -17,7 +17,8 @@ import optax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.tree import check_state_dtype, from_max, has_state, map_state, merge_by_max
+from fp8flax._core.state.state import check_state_dtype
+from fp8flax._core.state.tree import from_max, has_state, map_state, merge_by_max, path_str
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
@@ -175,7 +176,8 @@ class TrainState(flax.training.train_state.TrainState):
         if isinstance(params, Mapping) and "params" in params:
             optimized = params["params"]
             state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
-            jax.tree_util.tree_map_with_path(check_state_dtype, state)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+                check_state_dtype(path_str(path), leaf)
         if has_state(optimized):
             raise ValueError(
                 "The optimizer would see FP8 scaling state: it has no 'params' next to it, or lies deeper. "

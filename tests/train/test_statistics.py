@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core.tables import table_lines
 from tests import reference_recipes as ref
 from tests.cases import MATMUL, RECIPES, normal
 from tests.reference import MAX
@@ -364,6 +365,8 @@ def test_the_table():
     text = str(MEASURES["current"](with_state("current", W[:, :8]), X, jnp.ones((4, 8))))
     assert all(word in text for word in (*FIELDS, *(f"Fp8DotGeneralOp/{role}" for role in SHAPES)))
     assert f"{np.max(np.abs(X)):.3g}" in text
+    assert table_lines(("a", "b"), [("long", "x")]) == ["a     b", "-------", "long  x"]
+    assert table_lines(("a", "b"), []) == ["a  b"]
 
 
 def test_plot():

@@ -19,7 +19,7 @@ this step where a derivative would return the cotangent of the scale (see ``stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,22 +51,13 @@ from fp8flax._core.state.state import ScalingState, named_scaling
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 
-Extra = tuple[jax.Array, ...]
-"""Arrays beside the operands that are not differentiated, such as the group sizes of a ragged dot."""
-
 Scales = dict[str, jax.Array]
 """The float32 scale of each tensor with delayed scaling, by role."""
 
+States = Mapping[str, ScalingState]
+"""The scaling state of each tensor with delayed scaling, by role."""
 
-class States(NamedTuple):
-    """The scaling states of one contraction, by role; None for a tensor without delayed scaling."""
-
-    input: ScalingState | None = None
-    kernel: ScalingState | None = None
-    output_grad: ScalingState | None = None
-
-
-STATELESS = States()
+STATELESS: States = {}
 
 
 class Operand(NamedTuple):
@@ -87,10 +78,11 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contraction:
-    """The static description of a contraction (hashable), and its products.
+    """The description of a contraction, and its products.
 
-    Each op has a subclass. Methods take tensors by their role. A tensor is quantized and multiplied in its
-    canonical form.
+    Each op has a subclass, a tree to JAX: its leaves are the arrays that the op takes beside its operands,
+    such as the group sizes of a ragged dot. Methods take tensors by their role. A tensor is quantized and
+    multiplied in its canonical form.
     """
 
     recipe: CustomRecipe
@@ -106,9 +98,9 @@ class Contraction:
         """Returns what the first and the second product of each tensor contract, by its role."""
         raise NotImplementedError
 
-    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
-        del role, extra
+        del role
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
@@ -117,23 +109,20 @@ class Contraction:
         return x
 
     def product(self, name: str) -> Callable[..., jax.Array]:
-        """Returns one of the three products, a function of two canonical operands and of the extra arrays.
+        """Returns one of the three products, a function of two canonical operands.
 
         ``FORWARD`` multiplies input and kernel, ``DGRAD`` output gradient and kernel, ``WGRAD`` input and
         output gradient. An operand is a ``QTensor``, or an array that stays wide.
         """
         raise NotImplementedError
 
-    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+    def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Returns the product of wide operands without FP8, as JAX computes it."""
         raise NotImplementedError
 
-    def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    def amax(self, role: str, x: jax.Array) -> jax.Array:
         """Returns the ``delayed_amax`` of a canonical tensor; for a stack, one for each of its elements."""
-        del extra
-        amax = jax.vmap(delayed_amax) if self.dims[role][0].is_stack else delayed_amax
-        result: jax.Array = amax(x)
-        return result
+        return jax.vmap(delayed_amax)(x) if self.dims[role][0].is_stack else delayed_amax(x)
 
     def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
         """Returns one of the three GEMMs: its dtypes, and how it accumulates."""
@@ -159,71 +148,64 @@ def _accumulation_of(precision: Any) -> str:
     return "fast" if set(precision) == {lax.Precision.DEFAULT} else "exact"
 
 
-# The derivatives of the operands are straight-through: a contraction is linear in each operand, and
-# quantizing counts as the identity. The cotangents of the scales are not derivatives, but amaxes. The work
-# is jitted, so that JAX traces it once for all equal layers.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
-def contract(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
-) -> jax.Array:
-    """Returns the product of input and kernel; the "gradients" of the scales are the amaxes of this step.
-
-    The scales come from ``state.step_scale``.
-    """
-    x, w = (quantized_once(plan, role, x, extra, scales) for role, x in zip(("input", "kernel"), operands))
+# The work is jitted, so that JAX traces it once for all equal layers.
+@jax.custom_vjp
+@jax.jit
+def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
+    """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
+    x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
-        return plan.original("output", plan.product(FORWARD)(x, w, *extra))
+        return plan.original("output", plan.product(FORWARD)(x, w))
 
 
 class _Residuals(NamedTuple):
     """What the forward pass keeps for the backward pass."""
 
+    plan: Contraction
     kept: tuple[Any, Any]
     """Input and kernel, quantized for their products in the backward pass, see ``_named``; or wide."""
-    extra: Extra
     scales: Scales
     amaxes: dict[str, jax.Array]
     """The amaxes of input and kernel."""
 
 
 def _contract_fwd(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
+    plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales
 ) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
-    out, (x, w), amaxes = _forward(plan, *operands, extra, scales)
+    out, (x, w), amaxes = _forward(plan, *operands, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
     x = checkpoint_name(operands[0], _INPUT_NAME) if x is None else x
-    return out, _Residuals((x, operands[1] if w is None else w), extra, scales, amaxes)
+    return out, _Residuals(plan, (x, operands[1] if w is None else w), scales, amaxes)
 
 
-@partial(jax.jit, static_argnums=0)
-def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales) -> Any:
+@jax.jit
+def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) -> Any:
     """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
-    x, kept_x, x_amax = _operand(plan, "input", lhs, extra, scales)
-    w, kept_w, w_amax = _operand(plan, "kernel", rhs, extra, scales)
+    x, kept_x, x_amax = _operand(plan, "input", lhs, scales)
+    w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
     with jax.named_scope(FORWARD):
-        out = plan.original("output", plan.product(FORWARD)(x, w, *extra))
+        out = plan.original("output", plan.product(FORWARD)(x, w))
     return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 
-@partial(jax.jit, static_argnums=0)
-def _contract_bwd(plan: Contraction, residuals: _Residuals, g: jax.Array) -> Any:
-    """Runs the backward pass; returns the cotangents of operands, extra (None) and scales."""
-    kept, extra, scales, amaxes = residuals
+@jax.jit
+def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
+    """Runs the backward pass; returns the cotangents of the plan (None), the operands and the scales."""
+    plan, kept, scales, amaxes = residuals
     x, w = (
-        _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x, extra)
+        _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x)
         for role, x in zip(("input", "kernel"), kept)
     )
-    g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, extra, scales)
+    g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
     with jax.named_scope(DGRAD):
-        dx = plan.original("input", plan.product(DGRAD)(g1, w, *extra))
+        dx = plan.original("input", plan.product(DGRAD)(g1, w))
     with jax.named_scope(WGRAD):
-        dw = plan.original("kernel", plan.product(WGRAD)(x, g2, *extra))
+        dw = plan.original("kernel", plan.product(WGRAD)(x, g2))
     amaxes = {**amaxes, **amax_of_g}
     # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
     amaxes_of_step = {role: merge_amax(amaxes[role], scale) for role, scale in scales.items()}
-    return (_as_operand(dx, plan.lhs), _as_operand(dw, plan.rhs)), None, amaxes_of_step
+    return None, (_as_operand(dx, plan.lhs), _as_operand(dw, plan.rhs)), amaxes_of_step
 
 
 contract.defvjp(_contract_fwd, _contract_bwd)
@@ -238,20 +220,16 @@ def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
 # Quantizing.
 
 
-def quantized_once(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
+def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
-    return _cast(plan, role, 0, plan.canonical(role, x, extra), scales)
+    return _cast(plan, role, 0, plan.canonical(role, x), scales)
 
 
 def quantized_twice(
-    plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales
+    plan: Contraction, role: str, x: jax.Array, scales: Scales
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Returns a tensor quantized for its first and for its second product, and its amax by role.
-
-    There is no amax without delayed scaling. In an output gradient an Inf becomes a NaN. In other tensors
-    an Inf saturates.
-    """
-    x = plan.canonical(role, x, extra)
+    """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
+    x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         return *_in_blocks(plan, role, one, x), {}
@@ -259,7 +237,7 @@ def quantized_twice(
     first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
         second = _cast(plan, role, 1, x, scales)
-    amax = {role: plan.amax(role, x, extra)} if role in scales else {}
+    amax = {role: plan.amax(role, x)} if role in scales else {}
     if role == "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
@@ -274,10 +252,7 @@ def quantized_twice(
 
 
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
-    """Quantizes a canonical tensor for its first (0) or second (1) product.
-
-    JAX cannot differentiate this a second time.
-    """
+    """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
     return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
 
@@ -290,13 +265,13 @@ def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.A
     return one, one if quantizer.serves_both and not compute_capability() else other
 
 
-def _operand(plan: Contraction, role: str, x: jax.Array, extra: Extra, scales: Scales) -> Any:
+def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if
     that operand is wide), and the amax by role.
     """
-    first, second, amax = quantized_twice(plan, role, x, extra, scales)
+    first, second, amax = quantized_twice(plan, role, x, scales)
     kept = _named(role, second) if isinstance(second, QTensor) else None
     if first is second and kept is not None:
         # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
@@ -331,10 +306,7 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
 
 
 def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
-    """Returns ``f``, a function of a plan and of trees, for this plan; it runs without explicit mesh axes.
-
-    The result has ``out_sharding`` on explicit axes; None stands for a replicated result.
-    """
+    """Returns ``partial(f, plan)`` without explicit axes inside; without ``out_sharding`` it replicates."""
     if plan.lhs.sharding is None:
         return partial(f, plan)
     mesh = plan.lhs.sharding.mesh

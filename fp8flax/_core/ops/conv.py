@@ -1,8 +1,4 @@
-"""The FP8 convolution.
-
-If the windows do not overlap, the convolution is computed as an FP8 matmul. In all other cases it is
-quantize-dequantize around a convolution in a wide dtype.
-"""
+"""The FP8 convolution: an FP8 matmul, or quantize-dequantize around a convolution in a wide dtype."""
 
 from __future__ import annotations
 
@@ -103,16 +99,12 @@ def fp8_conv_general_dilated(
     recipe: Recipe,
     frozen: Scales | None = None,
 ) -> Float[jax.Array, "*output"]:
-    """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
+    """Computes ``Conv`` in FP8; ``modes.run`` explains the last arguments.
 
     The convolution is ``fp8_dot_general`` of windows and kernel if its windows do not overlap (1×1 kernels,
-    patches, a window that covers all of the input), it has no groups, and its input is not dilated. The
-    amax of the input is then the amax of all windows.
-
-    All other convolutions are quantize-dequantize around a convolution of JAX. XLA has no gradients of FP8
+    patches, a window that covers all of the input), it has no groups, and its input is not dilated.
+    Otherwise it is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8
     convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
-
-    ``Conv.__call__`` explains the arguments, and ``modes.run`` the others.
     """
     precision, preferred_element_type = arguments[7:]
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)

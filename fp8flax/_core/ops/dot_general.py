@@ -19,7 +19,6 @@ from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, can
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
-    Extra,
     Operand,
     Scales,
     States,
@@ -90,6 +89,7 @@ def _dot_general_with_precision_jvp(
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotContraction(Contraction):
     """The three products of ``lax.dot_general``."""
@@ -107,8 +107,7 @@ class DotContraction(Contraction):
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
         return self.form.dims
 
-    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        del extra
+    def canonical(self, role: str, x: jax.Array) -> jax.Array:
         return self.form.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
@@ -119,8 +118,7 @@ class DotContraction(Contraction):
         is_in_order = not dims[1][0] and order == tuple(range(len(order)))
         return partial(multiply, self.gemm(name, dims)._replace(is_stored=is_stored and is_in_order))
 
-    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        del extra
+    def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         dims, precision = self.dimension_numbers, self.precision
         return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
 
@@ -133,7 +131,7 @@ class DotContraction(Contraction):
         """
         (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
         assert quantizer is not None
-        q = quantized(quantizer, self.canonical("kernel", kernel, ()), dims, scale)
+        q = quantized(quantizer, self.canonical("kernel", kernel), dims, scale)
         scale = self._stored_scales(quantizer).back(q.scale) if q.scale.ndim else q.scale
         return QTensor(self.original("kernel", q.codes), scale, quantizer)
 
@@ -145,7 +143,7 @@ class DotContraction(Contraction):
         scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
         is_block = isinstance(quantizer, BlockQuantizer)
         block = quantizer.block_of(self.dims["kernel"][0]) if is_block else ()
-        return QTensor(self.canonical("kernel", kernel.codes, ()), scale, quantizer, block)
+        return QTensor(self.canonical("kernel", kernel.codes), scale, quantizer, block)
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
@@ -237,10 +235,9 @@ def fp8_dot_general(
     frozen: Scales | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
-    """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
+    """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
 
-    ``DotGeneral.__call__`` and ``modes.run`` explain the arguments. The "gradients" of the states are their
-    next values.
+    The kernel ``rhs`` is an array, or a ``QTensor`` from ``packed_kernel``.
     """
     # The plan describes a wide kernel.
     wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs

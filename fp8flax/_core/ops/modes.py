@@ -19,14 +19,12 @@ from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
 from fp8flax._core.observe import (
     is_calibrating,
     mode,
-    on_cotangent,
     report,
     report_amax,
 )
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
-    Extra,
     Operand,
     Scales,
     States,
@@ -39,7 +37,7 @@ from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized_and_back
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import step_scale, with_digests
+from fp8flax._core.state.state import on_cotangent, step_scale, with_digests
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -55,8 +53,7 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax
 def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, Any]]:
     """Traces a function of ``lax``, which raises its own errors.
 
-    Returns the shape and dtype of the result, and the parameters of the primitive: all arguments in
-    canonical form.
+    Returns the type of the result, and the parameters of the primitive: the arguments in full.
     """
     program = jax.make_jaxpr(f)(*operands)
     return program.out_avals[0], program.eqns[-1].params
@@ -66,17 +63,15 @@ def run(
     plan: Contraction,
     lhs: jax.Array,
     rhs: jax.Array | QTensor,
-    *extra: jax.Array,
+    *,
     states: States = STATELESS,
     frozen: Scales | None = None,
 ) -> jax.Array:
     """Returns the result of a contraction, in the ambient ``mode``.
 
     Args:
-        plan: the contraction.
-        lhs: the input, a wide float.
+        plan, lhs: the contraction and its input.
         rhs: the kernel, a wide float; or the kernel of a frozen model, from ``packed_kernel``.
-        *extra: the further arrays of the op, such as the group sizes of a ragged dot.
         states: scaling states of the roles that have delayed scaling.
         frozen: the delayed scales of operands in a frozen model. Gradients then stay wide.
     """
@@ -85,26 +80,27 @@ def run(
     wide = on_axes(type(plan).wide)
     if not any(recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
-            return wide(lhs, rhs, extra)
+            return wide(lhs, rhs)
     if not (is_qdq or is_calibrating()):
         backward = () if frozen is not None else (recipe.dgrad, recipe.wgrad)
         warn_if_emulated(recipe.forward, *backward)
     if frozen is not None:
-        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, extra, frozen)
-    state_of = {role: getattr(states, role) for role in recipe.delayed}
+        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, frozen)
+    state_of = {role: states[role] for role in recipe.delayed}
     with_digest = zip(state_of, with_digests(list(state_of.values())))
     scales = {role: step_scale(recipe.delayed[role], state) for role, state in with_digest}
     compute: Any = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is None:
-        return compute((lhs, rhs), extra, scales)
+        return compute((lhs, rhs), scales)
     if is_calibrating():
-        compute = lambda operands, extra, scales: wide(*operands, extra)  # noqa: E731
-    return _observed(plan, compute, (lhs, rhs), extra, state_of, scales)
+        compute = lambda operands, scales: wide(*operands)  # noqa: E731
+    return _observed(plan, compute, (lhs, rhs), state_of, scales)
 
 
 # Quantize-dequantize.
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FakeQuantized(Contraction):
     """A product in quantize-dequantize form: ``in_qdq`` of both operands, the product, and ``out_qdq``.
@@ -128,14 +124,11 @@ class FakeQuantized(Contraction):
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
         return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
 
-    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        del extra
+    def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return self.multiply(lhs, rhs)
 
 
-def _run_qdq(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
-) -> jax.Array:
+def _run_qdq(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
     """Returns the result of a ``FakeQuantized`` contraction."""
     lhs, rhs = (
         in_qdq_with_scale(plan.recipe.delayed[role], x, scales[role])
@@ -143,16 +136,15 @@ def _run_qdq(
         else quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], None)
         for role, x in zip(("input", "kernel"), operands)
     )
-    out = plan.wide(lhs, rhs, extra)
+    out = plan.wide(lhs, rhs)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
-    return on_cotangent(partial(_cast_output_grad, plan), out, ())
+    (quantizer, _), (dims, _) = plan.recipe.of_role("output_grad"), plan.dims["output_grad"]
 
+    def cast(g: jax.Array, args: Any) -> Any:
+        return quantized_and_back(quantizer, inf_to_nan(g), dims, None), args
 
-def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
-    """Casts the output gradient to FP8 and back, without delayed scaling."""
-    quantizer, _ = plan.recipe.of_role("output_grad")
-    return quantized_and_back(quantizer, inf_to_nan(g), plan.dims["output_grad"][0], None), args
+    return on_cotangent(cast, out, ())
 
 
 # Frozen.
@@ -160,108 +152,104 @@ def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
-def _frozen(plan: Any, lhs: jax.Array, rhs: Any, extra: Extra, scales: Scales) -> jax.Array:
+@jax.custom_jvp
+@jax.jit
+def _frozen(plan: Any, lhs: jax.Array, rhs: Any, scales: Scales) -> jax.Array:
     """Returns the forward product of quantized operands."""
-    x = quantized_once(plan, "input", lhs, extra, scales)
+    x = quantized_once(plan, "input", lhs, scales)
     if isinstance(rhs, QTensor):
         w, product = plan.restored(rhs), plan.product(FORWARD, is_stored=True)
     else:
-        w, product = quantized_once(plan, "kernel", rhs, extra, scales), plan.product(FORWARD)
+        w, product = quantized_once(plan, "kernel", rhs, scales), plan.product(FORWARD)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output", product(x, w, *extra))
+        out: jax.Array = plan.original("output", product(x, w))
     return out
 
 
 @partial(_frozen.defjvp, symbolic_zeros=True)
-def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    (lhs, rhs, extra, scales), (dx, dw, *_) = primals, tangents
+    (plan, lhs, rhs, scales), (_, dx, dw, _) = primals, tangents
     terms = []
     with jax.named_scope(KEPT_WIDE):
         if not isinstance(dx, SymbolicZero):
-            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, extra, scales), extra))
+            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, scales)))
         if not isinstance(dw, SymbolicZero | QTensor):  # a stored kernel is not differentiated
-            terms.append(plan.wide(_values(plan, "input", lhs, extra, scales), dw, extra))
-    return _frozen(plan, lhs, rhs, extra, scales), sum(terms[1:], terms[0])
+            terms.append(plan.wide(_values(plan, "input", lhs, scales), dw))
+    return _frozen(plan, lhs, rhs, scales), sum(terms[1:], terms[0])
 
 
-def _values(plan: Any, role: str, x: Any, extra: Extra, scales: Scales) -> jax.Array:
+def _values(plan: Any, role: str, x: Any, scales: Scales) -> jax.Array:
     """Returns the values of a quantized operand, wide and in its own shape."""
     if isinstance(x, QTensor):
         values = plan.restored(x).dequantize(plan.rhs.dtype)
     else:
         (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
-        x = plan.canonical(role, x, extra)
+        x = plan.canonical(role, x)
         values = quantized_and_back(quantizer, x, dims, scales.get(role))
     original: jax.Array = plan.original(role, values)
     return original
 
 
-def _frozen_qdq(plan: Contraction, lhs: jax.Array, rhs: Any, extra: Extra, scales: Scales) -> jax.Array:
+def _frozen_qdq(plan: Contraction, lhs: jax.Array, rhs: Any, scales: Scales) -> jax.Array:
     """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
-    x, w = (_values(plan, role, x, extra, scales) for role, x in (("input", lhs), ("kernel", rhs)))
-    return plan.wide(x, w, extra)
+    x, w = (_values(plan, role, x, scales) for role, x in (("input", lhs), ("kernel", rhs)))
+    return plan.wide(x, w)
 
 
 # Observing.
 
 
-def _observed(
-    plan: Contraction, compute: Any, operands: Any, extra: Extra, states: Any, scales: Scales
-) -> jax.Array:
+def _observed(plan: Contraction, compute: Any, operands: Any, states: States, scales: Scales) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look = partial(_with_amax if observing.calibrates else _with_errors, plan, observing.path)
+    look = partial(_with_amax if observing.calibrates else _with_errors, observing.path)
 
     def look_at_cotangent(g: jax.Array, args: Any) -> Any:
-        extra, _, scales = args
+        plan, _, scales = args
         g = look("output_grad", g, *args)
         # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
         amaxes = dict.fromkeys(scales)
         if observing.calibrates and "output_grad" in scales:
-            amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g, extra), scales["output_grad"])
+            amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g), scales["output_grad"])
         return g, (None, None, amaxes)
 
-    args = extra, states, scales
+    args = plan, states, scales
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
         x, w = (look(role, x, *args) for role, x in zip(("input", "kernel"), operands))
-        out: jax.Array = compute((x, w), extra, scales)
+        out: jax.Array = compute((x, w), scales)
         return on_cotangent(look_at_cotangent, out, args) if observing.backward else out
 
 
-def _amax(plan: Contraction, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     """Returns the amax of a tensor, or the amaxes of a stack."""
-    return plan.amax(role, plan.canonical(role, lax.stop_gradient(x), extra), extra)
+    return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
 def _with_amax(
-    plan: Contraction, _: Any, role: str, x: jax.Array, extra: Extra, states: Any, scales: Scales
+    _: Any, role: str, x: jax.Array, plan: Contraction, states: States, scales: Scales
 ) -> jax.Array:
     """Returns ``x``, and reports the amax of a tensor with delayed scaling."""
     if role not in states:
         return x
-    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x, extra), states[role])
+    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
 
 
-def _with_errors(
-    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, *args: Any
-) -> jax.Array:
+def _with_errors(path: tuple[str, ...], role: str, x: jax.Array, *args: Any) -> jax.Array:
     """Returns ``x``, and reports the ``Numbers`` of a tensor under each of its quantizers."""
-    extra, _, scales = lax.stop_gradient(args)
+    plan, _, scales = lax.stop_gradient(args)
     if not any(plan.recipe.of_role(role)):
         return x
 
-    def records(plan: Contraction, x: jax.Array, extra: Extra, scales: Scales) -> list[jax.Array]:
-        x = plan.canonical(role, x, extra)
+    def records(plan: Contraction, x: jax.Array, scales: Scales) -> list[jax.Array]:
+        x = plan.canonical(role, x)
         first, second = uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
         if first[0] is not None and first[0] == second[0] and first[0].serves_both:
             uses = uses[:1]
         return [numbers_of(q, dims, x, scales.get(role)) for q, dims in uses if q is not None]
 
-    found = on_automatic_axes(plan, records, None)(lax.stop_gradient(x), extra, scales)
+    found = on_automatic_axes(plan, records, None)(lax.stop_gradient(x), scales)
     # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
     place = Numbers._fields.index("nonfinite")
     for record in [found[0], *(record.at[..., place].set(0) for record in found[1:])]:

@@ -16,10 +16,10 @@ from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
-from fp8flax._core.ops.contract import Contraction, Scales, States
+from fp8flax._core.ops.contract import STATELESS, Contraction, Scales, States
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import ScalingState, is_state_dtype
+from fp8flax._core.state.state import ScalingState, check_state_dtype
 
 Shape = tuple[int, ...]
 
@@ -79,30 +79,19 @@ class Op:
     """The field of NNX layers that takes an instance of the op."""
     is_stack: ClassVar[bool] = False
     """Whether the kernel stacks matrices, whose states are stacked along a leading dimension."""
+    unsupported: ClassVar[Callable[..., str | None]] = staticmethod(lambda _: None)
+    """``unsupported(params)`` returns why the op cannot compute the primitive with these parameters."""
+    is_matmul: ClassVar[Callable[..., bool]] = staticmethod(lambda *_: True)
+    """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     @classmethod
     def arguments(cls, params: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments of the op from the parameters of the primitive."""
         return tuple(params[name] for name in cls.params)
 
-    @staticmethod
-    def unsupported(params: Mapping[str, Any]) -> str | None:
-        """Returns why the op cannot compute the primitive with these parameters, or None."""
-        del params
-        return None
-
-    @staticmethod
-    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-        """Returns whether GEMMs compute the op."""
-        del lhs, rhs, arguments
-        return True
-
 
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns a function with the signature of an op, which computes with ``run``.
-
-    NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
-    """
+    """Returns a function with the signature of an op, which computes with ``run``."""
     call: Any = vars(op)["__call__"]
     return partial(call, SimpleNamespace(_run=run))
 
@@ -114,7 +103,6 @@ class MissingStateError(ValueError):
 class StateLeaf(NamedTuple):
     """One array of the scaling state of an op: a scale, or an amax history."""
 
-    role: str
     name: str
     shape: Shape
     fill: float
@@ -142,11 +130,7 @@ def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
 
 
 class OpBase:
-    """Base class of Linen ops and NNX ops.
-
-    Its direct subclass, one for Linen and one for NNX, has the field ``recipe``, and defines ``_value`` and
-    ``_place``.
-    """
+    """Base class of Linen ops and NNX ops, which define ``_value`` and ``_place``."""
 
     row: ClassVar[type[Op]]
     """The description of the op."""
@@ -189,39 +173,27 @@ class OpBase:
         frozen: Scales | None = None,
         **keywords: Any,
     ) -> jax.Array:
-        """Returns the result of the op, which is not in FP8 if the recipe is None.
-
-        In a frozen model ``frozen`` has the scales, which do not change.
-        """
+        """Returns the result, not in FP8 if the recipe is None; ``modes.run`` explains ``frozen``."""
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
         if self.row.has_form and frozen is None:
             keywords["form"] = self.form
-        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else States()
+        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else STATELESS
         keywords |= {"states": states, "recipe": recipe, "frozen": frozen}
         with in_op(self._place):
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
-        for state in filter(None, states):
+        for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
             return out if is_max_dtype(state.scale) else _checked(out, rhs, state.scale)
         return out
 
     def _states(self, recipe: Recipe, kernel: Shape) -> States:
-        """Returns the states that a recipe needs, for a kernel of this shape.
-
-        Raises:
-            TypeError: an array of the state has another dtype than float32.
-            ValueError: an array of the state has another shape than the recipe needs.
-        """
-        values: dict[str, list[jax.Array]] = {}
+        """Returns the states that a recipe needs for a kernel of this shape, and checks their arrays."""
+        values = []
         for leaf in self._state_leaves(recipe, kernel):
             value, where = self._value(leaf)
-            if not is_state_dtype(value):
-                raise TypeError(
-                    f"The scaling state {where} must be float32; got {value.dtype}. Cast the parameters "
-                    "alone, or cast this leaf back with .astype(jnp.float32)."
-                )
+            check_state_dtype(where, value)
             if value.shape != leaf.shape:
                 raise ValueError(
                     f"The scaling state {where} has shape {value.shape}, but the recipe needs "
@@ -229,15 +201,15 @@ class OpBase:
                     "or make the state anew: by fp8flax.add_fp8_state in Linen, by a new op in NNX. Call "
                     "stacked NNX layers inside of nnx.vmap or nnx.scan."
                 )
-            values.setdefault(leaf.role, []).append(value)
-        return States(**{role: ScalingState(*both) for role, both in values.items()})
+            values.append(value)
+        return dict(zip(recipe.gemms.delayed, map(ScalingState, values[::2], values[1::2])))
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
-        """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
+        """Returns the arrays of the state that a recipe needs: a scale and a history for each role."""
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
             stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
-            leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
-            leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
+            leaves.append(StateLeaf(scale, (*stack, 1), 1.0))
+            leaves.append(StateLeaf(history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves

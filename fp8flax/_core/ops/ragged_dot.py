@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.ops.contract import (
+    STATELESS,
     Contraction,
-    Extra,
     Operand,
     Scales,
     States,
@@ -32,6 +32,11 @@ from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["group_sizes"],
+    meta_fields=[field.name for field in dataclasses.fields(Contraction)],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedContraction(Contraction):
     """The three products of ``lax.ragged_dot``.
@@ -42,39 +47,37 @@ class RaggedContraction(Contraction):
     of expert e.
     """
 
+    group_sizes: jax.Array
+
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
         rows = Dims(2, (1,)), Dims(2, (0,))
         kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
         return {"input": rows, "kernel": kernel, "output_grad": rows}
 
-    def canonical(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns input or output gradient with rows of no expert set to zero."""
-        return x if role == "kernel" else jnp.where(self._has_expert(extra), x, np.zeros((), x.dtype))
+        return x if role == "kernel" else jnp.where(self._has_expert, x, np.zeros((), x.dtype))
 
-    def original(self, role: str, x: jax.Array) -> jax.Array:
-        del role
-        return x
-
-    def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    def amax(self, role: str, x: jax.Array) -> jax.Array:
         """Returns the ``delayed_amax`` of the rows that belong to experts; -inf if there are none."""
         if role == "kernel":
-            return super().amax(role, x, extra)
-        return delayed_amax(x, self._has_expert(extra))
+            return super().amax(role, x)
+        return delayed_amax(x, self._has_expert)
 
-    def _has_expert(self, extra: Extra) -> jax.Array:
+    @property
+    def _has_expert(self) -> jax.Array:
         """Returns a mask ``(rows, 1)`` of the rows that belong to an expert."""
-        (group_sizes,), rows = extra, self.lhs.shape[0]
-        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, rows)[-1]
+        rows = self.lhs.shape[0]
+        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(self.group_sizes, rows)[-1]
 
     def product(self, name: str) -> Callable[..., jax.Array]:
         contract = {FORWARD: ((1,), (0,)), DGRAD: ((1,), (1,)), WGRAD: ((0,), (0,))}[name]
         gemm = self.gemm(name, (contract, ((), ())))._replace(has_barrier=False)
-        return partial(multiply_ragged, gemm)
+        return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
-    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        (group_sizes,) = extra
-        return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
+    def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.ragged_dot(lhs, rhs, self.group_sizes, self.precision, self.out_dtype)
 
 
 def _check(lhs: jax.Array, rhs: jax.Array) -> None:
@@ -99,22 +102,13 @@ def fp8_ragged_dot(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    states: States,
+    states: States = STATELESS,
     recipe: Recipe,
     frozen: Scales | None = None,
 ) -> Float[jax.Array, "rows columns"]:
-    """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
+    """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
 
-    Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are zeros, and they have no gradient
-    and no effect on any scale or amax. Input and output gradient have one scale (or one per slice along the
-    contraction). Each expert's kernel has its own scales, with a state of shapes ``(experts, 1)`` and
-    ``(experts, amax_history_len)``. In wgrad, a block of 128 rows with one scale may hold rows of several
-    experts.
-
-    ``RaggedDot.__call__`` and ``modes.run`` explain the arguments.
-
-    Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
-    arXiv:2211.15841.
+    In wgrad, a block of 128 rows with one scale may hold rows of several experts.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
@@ -129,8 +123,9 @@ def fp8_ragged_dot(
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
+        group_sizes=group_sizes,
     )
-    return run(plan, lhs, rhs, group_sizes, states=states, frozen=frozen)
+    return run(plan, lhs, rhs, states=states, frozen=frozen)
 
 
 class RaggedDot(Op):

@@ -1,7 +1,4 @@
-"""Stacks small arrays of one shape, so that a GPU starts a few kernels for all, not a few for each.
-
-The stacking saves time only. The values are the same bit for bit without it.
-"""
+"""Stacks small arrays of one shape, so that a GPU starts a few kernels for all, not a few for each."""
 
 from __future__ import annotations
 

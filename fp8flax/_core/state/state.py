@@ -7,15 +7,12 @@ scales of this step in e4m3fn and in e5m2. Its cotangent has the scale that was 
 and zero. JAX merges the cotangents of several uses by maximum. ``tree.enter`` makes the digests of all
 tensors of a model together. An op that gets a state without a digest makes one by itself. The "gradient" of
 a state is always its ``next_state``.
-
-One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
-the history and the amax then have leading dimensions, and each tensor has its own scale.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +40,7 @@ _, _, _SCALING_NAME = RESIDUAL_NAMES
 
 
 class ScalingState(NamedTuple):
-    """The delayed-scaling state of one tensor, or of several that are stacked.
+    """The delayed-scaling state of one tensor, or of several that are stacked, such as experts' kernels.
 
     Both arrays are float32, or ``fp32_max_grad`` in a function that is differentiated.
     """
@@ -55,9 +52,14 @@ class ScalingState(NamedTuple):
     """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)``. The newest entry is at index 0."""
 
 
-def is_state_dtype(x: Any) -> bool:
-    """Returns whether a leaf of scaling state has a valid dtype: float32, or one that merges by maximum."""
-    return is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32
+def check_state_dtype(where: str, x: Any) -> None:
+    """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
+    if not (is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32):
+        got = getattr(x, "dtype", None) or type(x).__name__
+        raise TypeError(
+            f"The scaling state {where} must be float32; got {got}. Cast the parameters alone, or cast "
+            "this leaf back with .astype(jnp.float32)."
+        )
 
 
 # The scale of a step.
@@ -114,16 +116,16 @@ def named_scaling(numbers: Any) -> Any:
 
 
 def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
-    """Returns the scale of this step to an op that is differentiated; see ``scale_of``.
+    """Returns ``scale_of`` to an op; the op returns the amax as the cotangent, after ``merge_amax``.
 
-    Use the scale in one op. In the backward pass the op returns the amax of the tensor, after
-    ``merge_amax``, in the place of the cotangent of the scale. Then the "gradient" of the state is its
-    ``next_state``.
+    Then the "gradient" of the state is its ``next_state``. Use the scale in one op.
     """
     ((digest, history),) = with_digests([state])
     # ``jax.checkpoint`` keeps the arguments of the function: a history that it does not read is left out.
     is_read = _place_in_digest(quantizer) is None
-    return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)) if is_read else None)
+    read = lax.stop_gradient(from_max_dtype(history)) if is_read else None
+    scale = _read_scale(quantizer, digest, read)
+    return on_cotangent(_cotangent_of_digest, scale, (digest, scale))
 
 
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
@@ -142,23 +144,25 @@ def _read_scale(quantizer: DelayedQuantizer, digest: jax.Array, history: jax.Arr
     return named_scaling(scale_of(quantizer, state))
 
 
-_step_scale = jax.custom_vjp(_read_scale, nondiff_argnums=(0,))
-
-
-def _step_scale_fwd(quantizer: DelayedQuantizer, *state: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale, also as the residual."""
-    scale = _read_scale(quantizer, *state)
-    return scale, scale
-
-
-@partial(jax.jit, static_argnums=0)
-def _step_scale_bwd(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) -> Any:
+@jax.jit
+def _cotangent_of_digest(amax: jax.Array, args: Any) -> Any:
     """Returns the cotangent of the digest: the scale and the amax of this step."""
-    del quantizer
-    return to_digest(*(x[..., None] for x in (scale, amax, jnp.zeros_like(scale)))), None
+    _, scale = args
+    return None, (to_digest(*(x[..., None] for x in (scale, amax, jnp.zeros_like(scale)))), None)
 
 
-_step_scale.defvjp(_step_scale_fwd, _step_scale_bwd)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
+    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
+
+    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
+    inside its forward pass, ``f`` is called for the innermost gradient only.
+    """
+    del f, args
+    return x
+
+
+on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))
 
 
 # The state after a step.
@@ -183,10 +187,7 @@ digests.defvjp(lambda states: (digests(states), states), lambda states, g: (next
 
 
 def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
-    """Returns the state after a step: the scale of the step, and the history with its amax.
-
-    Both have the shape of the old scale. The old state is kept where ``kept_state`` says so.
-    """
+    """Returns the state after a step, from its scale and amax, both in the shape of the old scale."""
     return kept_state(old, ScalingState(scale, push_amax(amax[..., 0], old.amax_history)))
 
 

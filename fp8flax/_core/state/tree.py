@@ -22,7 +22,7 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, digests, is_state_dtype, next_states
+from fp8flax._core.state.state import ScalingState, check_state_dtype, digests, next_states
 
 # Finding the state in a tree.
 
@@ -93,16 +93,6 @@ def history_axis(scale: Any, history: Any) -> int | None:
     return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
 
 
-def check_state_dtype(path: KeyPath, leaf: Any) -> None:
-    """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
-    if not is_state_dtype(leaf):
-        got = getattr(leaf, "dtype", None) or type(leaf).__name__
-        raise TypeError(
-            f"The scaling state at {path_str(path)} must be float32; got {got}. "
-            f"Cast variables['params'] alone, or cast this leaf back with .astype(jnp.float32)."
-        )
-
-
 class Places(NamedTuple):
     """The positions of the scaling state among the leaves of a tree (hashable)."""
 
@@ -113,16 +103,11 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> Places:
-        """Returns the positions of the scaling state in a tree with these paths and leaves.
-
-        Raises:
-            TypeError: a leaf of scaling state is not float32.
-            ValueError: the shapes of a scale and its history do not fit.
-        """
+        """Returns the positions of the scaling state in a tree; raises an error if a pair does not fit."""
         pairs, axes = _find_pairs(paths), []
         for pair in pairs:
             for i in pair:
-                check_state_dtype(paths[i], leaves[i])
+                check_state_dtype(path_str(paths[i]), leaves[i])
             axis = history_axis(*(leaves[i] for i in pair))
             if axis is None:
                 shapes = " and ".join(f"{path_str(paths[i])} has shape {leaves[i].shape}" for i in pair)
@@ -157,9 +142,6 @@ def merge_by_max(tree: Any) -> Any:
     computes the next state from them. Call it once, inside the differentiated function and before
     ``apply``, as ``TrainState.apply_fn`` does. State that has entered before is returned unchanged, and so
     are all other leaves.
-
-    Raises:
-        TypeError: a leaf of scaling state is not float32.
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
@@ -176,18 +158,12 @@ def enter(tree: Any) -> Any:
     """Returns the variables that JAX differentiates: each scale is replaced by its digest.
 
     ``enter`` and ``leave`` do outside of a gradient what ``merge_by_max`` does inside of it.
-
-    Raises:
-        TypeError: a leaf of scaling state is not float32.
     """
     return merge_by_max(map_state(lax.stop_gradient, lambda leaf: leaf, tree))
 
 
 def leave(tree: Any, cotangents: Any) -> Any:
-    """Returns the gradients of the variables, with the next state as the gradient of the state.
-
-    ``tree`` is what ``enter`` was called with, all state in float32; ``cotangents`` belong to the result.
-    """
+    """Returns the gradients of ``tree``, with the next states, from the cotangents of ``enter(tree)``."""
     paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
     of_digests = [state.scale for state in places.states(grads)]

@@ -13,7 +13,6 @@ from fp8flax._core.gemm import casts, gemm
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
@@ -191,9 +190,7 @@ def tensors(magnitudes):
 def calibrated(recipe, x, w, g):
     """States that have seen the tensors."""
     amaxes = dict(zip(("input", "kernel", "output_grad"), (np.abs(t).max() for t in (x, w, g))))
-    return States(
-        **{role: ScalingState(jnp.ones(1), jnp.full(2, amaxes[role])) for role in recipe.gemms.delayed}
-    )
+    return {role: ScalingState(jnp.ones(1), jnp.full(2, amaxes[role])) for role in recipe.gemms.delayed}
 
 
 def check_three_gemms(recipe, form="direct"):

@@ -15,7 +15,6 @@ from fp8flax._core.gemm.gpus import (
     compute_capability,
     compute_capability_of,
 )
-from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import MATMUL
 
@@ -57,7 +56,7 @@ E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 )
 def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(recipe, capability, is_told, monkeypatch):
     monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
-    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe, states=States())
+    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.eval_shape(dot, jnp.zeros((2, 32)), jnp.zeros((32, 2)))

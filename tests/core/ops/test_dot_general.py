@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.ops.contract import States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
@@ -108,7 +107,8 @@ def test_scales_whose_product_overflows(value, dtype, expected):
         x, w = jnp.full((2, 4), value, dtype), jnp.full((4, 3), value, dtype)
         scale = jnp.full((1,), 1e30 / 448, jnp.float32)
         state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
-        out = jax.jit(lambda x, w, state: multiply(x, w, states=States(*[state] * 3)))(x, w, state)
+        states = dict.fromkeys(("input", "kernel", "output_grad"), state)
+        out = jax.jit(lambda x, w, states: multiply(x, w, states=states))(x, w, states)
         np.testing.assert_allclose(out, np.full((2, 3), expected), rtol=1e-6)
 
 
