@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -24,17 +23,6 @@ from fp8flax._model.interception import Frame, Interception, Path
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
 from fp8flax._model.state_places import merged, split, swapped
-
-
-@dataclasses.dataclass
-class LinenFrame(Frame):
-    """A method of a Linen module that is running."""
-
-    scope: Any = None
-    trace: Any = None
-    """The trace of JAX that the method runs in."""
-    num_params: int = -1
-    """How many parameters, or modules with parameters, of the module are recorded."""
 
 
 class Call(Interception):
@@ -65,7 +53,7 @@ class Call(Interception):
         self.decided: list[tuple[Site, Decision]] = []
         self.has_ops = False
         """Whether an FP8 op has run."""
-        self.frames: list[LinenFrame] = []
+        self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -102,7 +90,7 @@ class Call(Interception):
         scope = module.scope
         if not any(frame.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
-        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
+        self.frames.append(Frame(scope.path, module, method, scope, trace_behind()))
         try:
             with self.watching(), _without_state_in_variables(scope):
                 yield
@@ -110,7 +98,7 @@ class Call(Interception):
             self.frames.pop()  # JAX may keep the trace alive
 
     @property
-    def frame(self) -> LinenFrame:  # type: ignore[override]
+    def frame(self) -> Frame:  # type: ignore[override]
         """The innermost method that is running."""
         return self.frames[-1]
 

@@ -44,6 +44,12 @@ class Frame:
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
+    scope: Any = None
+    """The scope of a Linen module."""
+    trace: Any = None
+    """The trace of JAX that a method of a Linen module runs in."""
+    num_params: int = -1
+    """How many parameters, or modules with parameters, of the module are recorded."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 

@@ -23,7 +23,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._linen.eval_init import needing_inputs, split_arrays
+from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve.stored_op import (
     Path,
@@ -210,19 +210,16 @@ def _traced(
         found = SeenOp(site.op, recipe.gemms, origin, (), tuple(range(num_stacked)))
         setattr(site.module, site.name, nnx.static(calling(site.op, partial(record, path, found))))
     graphdef, state = nnx.split(copy)
-    arrays, fill = split_arrays(args, kwargs)
 
-    def call(state: Any, arrays: Any) -> Any:
-        args, kwargs = fill(arrays)
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         merged = nnx.merge(graphdef, state)
         out = merged(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
         held = [node.get_value() for node in nodes if _mark_of(node) is None]
-        return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
+        return out, held
 
-    with needing_inputs(args, kwargs):
-        program = jax.make_jaxpr(call)(state, arrays)
+    program = program_of(call, state, args, kwargs)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
     read.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)

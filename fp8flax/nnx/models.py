@@ -23,12 +23,12 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
-from fp8flax._linen.eval_init import needing_inputs, split_arrays
+from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
-from fp8flax.nnx.products import dry_run, params_of, watch
+from fp8flax.nnx.products import params_of, watch
 
 
 class Found(NamedTuple):
@@ -177,30 +177,20 @@ class DryRun:
             function = getattr(layer.module, layer.site.name)
             if function is None or isinstance(function, Fp8Op | LeftWide):
                 function = layer.plain
-            setattr(layer.module, layer.site.name, nnx.static(_InField(layer.site.path, function)))
+            setattr(layer.module, layer.site.name, nnx.static(_InField(self, layer.site.path, function)))
         for keys, node in list(nnx.iter_graph(self.copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
                 module: Any = node
-                module._fp8_path = "/".join(map(str, keys))
+                module._fp8_path, module._fp8_dry_run = "/".join(map(str, keys)), self
                 watch(module)
 
     def trace(self, args: Any, kwargs: Any) -> Any:
         """Returns the program of one call of the model."""
         graphdef, state = nnx.split(self.copy)
-        arrays, fill = split_arrays(args, kwargs)
-
-        def call(state: Any, arrays: Any) -> Any:
-            args, kwargs = fill(arrays)
-            out = nnx.merge(graphdef, state)(*args, **kwargs)
-            return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
-
-        token = dry_run.set(self)
-        try:
-            with needing_inputs(args, kwargs):
-                return jax.make_jaxpr(call)(state, arrays)
-        finally:
-            dry_run.reset(token)
+        return program_of(
+            lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state, args, kwargs
+        )
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
@@ -224,14 +214,14 @@ class DryRun:
 
 @dataclasses.dataclass(frozen=True)
 class _InField:
-    """The function of a layer at this path in a dry run."""
+    """The function of a layer in a dry run."""
 
+    run: DryRun
     path: str
     plain: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        run = dry_run.get()
-        with jax.named_scope(run.record(run.layers[self.path])):
+        with jax.named_scope(self.run.record(self.run.layers[self.path])):
             return self.plain(*args, **kwargs)
 
 

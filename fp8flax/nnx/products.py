@@ -2,8 +2,7 @@
 
 NNX has no hook around methods. So a module with an op for a written-out product gets a subclass of its
 class, whose methods run in an ``Interception``. Each op is an attribute of its module, so that NNX's
-transformations treat its state like the parameters of the module. In a ``DryRun`` all modules of a copy of
-the model have such classes.
+transformations treat its state like the parameters of the module.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, cast
 
 import jax
@@ -26,9 +24,6 @@ from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import Fp8Op
 
-dry_run: ContextVar[Any] = ContextVar("dry_run", default=None)
-"""The ``DryRun`` that gets all contractions, or None."""
-
 
 class ModuleCall(Interception):
     """One call of a method of a module. Contractions with an op of the module are computed by it."""
@@ -38,18 +33,17 @@ class ModuleCall(Interception):
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         self.frame = Frame((), module, "" if method == "__call__" else method)
-        self._is_looked_for = False
-        self._dry_run = dry_run.get()
+        self._dry_run = getattr(module, "_fp8_dry_run", None)
+        """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
     def look_for_params(self) -> None:
         """Records the parameters of the module and of the modules below it."""
-        if not self._is_looked_for:
-            self._is_looked_for = True
-            self.origins.add(
-                (tuple(map(str, path)), x.get_value()) for path, x in params_of(self.frame.module)
-            )
+        if self.frame.num_params < 0:
+            params = params_of(self.frame.module)
+            self.frame.num_params = len(params)
+            self.origins.add((tuple(map(str, path)), x.get_value()) for path, x in params)
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
@@ -71,9 +65,10 @@ def watch(node: Any) -> None:
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", made_once(_watched_class, cls, is_pytree))
+    object.__setattr__(node, "__class__", _watched_class(cls, is_pytree))
 
 
+@made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
     body: dict[str, Any] = {
