@@ -169,15 +169,13 @@ class DryRun:
         self.found: dict[str, Found] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
         self.custom_vjps: list[bool] = []
-        """As in the calls of all modules; see ``Interception``."""
+        """That of the calls of all modules; see ``Interception``."""
         self.nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
         self.layers = {layer.site.path: layer for layer in layers_of(model)}
         self.copy: Any = nnx.clone(model)
         for layer in layers_of(self.copy):
-            function = getattr(layer.module, layer.site.name)
-            if function is None or isinstance(function, Fp8Op | LeftWide):
-                function = layer.plain
-            setattr(layer.module, layer.site.name, nnx.static(_InField(self, layer.site.path, function)))
+            if isinstance(getattr(layer.module, layer.site.name), Fp8Op | LeftWide):
+                setattr(layer.module, layer.site.name, nnx.static(layer.plain))
         for keys, node in list(nnx.iter_graph(self.copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
@@ -193,8 +191,11 @@ class DryRun:
         )
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
-        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        """Records a contraction of a module, and returns the scope to compute it in."""
         path = site.module._fp8_path
+        if path in self.layers and (kernel is None or kernel.sources[0].path == ("kernel",)):
+            layer = self.layers[path]
+            return self._record(layer._replace(site=layer.site._replace(in_custom_vjp=site.in_custom_vjp)))
         node, stacked = self.nodes[path], cast(tuple[int, ...] | None, ())
         if kernel is not None:
             source = kernel.sources[0]
@@ -203,26 +204,11 @@ class DryRun:
             site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
         impossible = site.impossible or (STACKED if stacked is None else None)
         site = site._replace(path=path, module=node, impossible=impossible)
-        return self.record(Found(site, stacked or ()))
+        return self._record(Found(site, stacked or ()))
 
-    def record(self, found: Found) -> str:
-        """Records a contraction, and returns the scope to compute it in."""
-        found = found._replace(site=found.site._replace(in_custom_vjp=any(self.custom_vjps)))
+    def _record(self, found: Found) -> str:
         self.found[found.site.scope] = found
         return found.site.scope
-
-
-@dataclasses.dataclass(frozen=True)
-class _InField:
-    """The function of a layer in a dry run."""
-
-    run: DryRun
-    path: str
-    plain: Callable[..., jax.Array]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        with jax.named_scope(self.run.record(self.run.layers[self.path])):
-            return self.plain(*args, **kwargs)
 
 
 def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
