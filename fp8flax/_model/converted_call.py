@@ -28,11 +28,8 @@ from fp8flax._model.state_places import merged, split, swapped
 class Call(Interception):
     """One call of a converted model by code outside of the model.
 
-    Args:
-        cls: the class of the model.
-        rules: the rules of the model.
-        counted: for ``report``, gets the contractions and the decisions about them by ``Site.scope``. Each
-            contraction is then computed in this scope, and none is converted.
+    If there is ``counted``, it gets the contractions and the decisions about them by ``Site.scope``. Each
+    contraction is then computed in this scope, and none is converted.
     """
 
     collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
@@ -62,10 +59,20 @@ class Call(Interception):
         return merged(jax.tree.map(as_jax, variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the method as the caller sees them."""
+        """Returns the collections of the method as the caller sees them.
+
+        Raises:
+            ValueError: the state that ``init`` made for an op in a loop does not come through.
+        """
         for path in self._made:
             if _found(variables[PARAMS], path[len(self.path) :]) is None:
-                raise _lost(path)
+                layer = "/".join(path[:-2])
+                raise ValueError(
+                    f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around "
+                    "nn.scan or nn.vmap: its functions must return all parameters that they get. Let them "
+                    "return the others unchanged, or leave the layer wide: "
+                    f"quantize_model(model, exclude={layer!r})."
+                )
         return split(variables)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
@@ -233,16 +240,6 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _lost(path: Path) -> ValueError:
-    """Returns the error for an op in a loop whose state does not come through to it."""
-    layer = "/".join(path[:-2])
-    return ValueError(
-        f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around nn.scan or "
-        "nn.vmap: its functions must return all parameters that they get. Let them return the others "
-        f"unchanged, or leave the layer wide: quantize_model(model, exclude={layer!r})."
-    )
 
 
 @contextlib.contextmanager

@@ -70,15 +70,10 @@ class Interception(ABC):
 
     @abstractmethod
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
+        """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.
 
-        Args:
-            site: its description. ``name`` is the part of the op's name that comes from the kernel.
-            kernel: the origin of the kernel; None for two activations or two parameters.
-            by: computes the contraction by an op.
-
-        Returns:
-            The result, or the name of the scope (``jax.named_scope``) to compute it in without FP8.
+        ``site.name`` is the part of the op's name that comes from the kernel. ``kernel`` is None for two
+        activations or two parameters.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import SEE_AUDIT, ModelReport, report_of
+from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 from fp8flax.nnx.products import params_of, watch
@@ -77,7 +77,8 @@ def _layer_of(module: Any) -> _Layer | None:
         summed = range(len(batch), len(batch) + len(inputs))
         return _Layer(DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch)))
     if isinstance(module, nnx.Einsum):
-        lhs, rhs, result = _einsum_names(module)
+        # The names of the axes of the input, the kernel and the result.
+        lhs, rhs, result = re.split(",|->", module.einsum_str.replace("...", ""))
         shared = [i for i, name in enumerate(rhs) if name in lhs]
         both = [i for i in shared if rhs[i] in result]
         return _Layer(Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both)
@@ -85,11 +86,6 @@ def _layer_of(module: Any) -> _Layer | None:
         kernel = tuple(module.kernel_shape)
         return _Layer(Conv, kernel, range(len(kernel) - 1), is_matmul=_is_matmul(module))
     return None
-
-
-def _einsum_names(layer: nnx.Einsum) -> list[str]:
-    """Returns the names of the axes of the input, the kernel and the result, without an ellipsis."""
-    return re.split(",|->", layer.einsum_str.replace("...", ""))
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
@@ -159,54 +155,46 @@ class LeftWide:
 
 
 class DryRun:
-    """Finds the contractions of a model in one abstract call, and converts none.
+    """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
-    Args:
-        model: the model; it stays unchanged.
-    """
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[str, Found] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
-        self.nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        self.layers = {layer.site.path: layer for layer in layers_of(model)}
-        self.copy: Any = nnx.clone(model)
-        for layer in layers_of(self.copy):
+        self._nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        self._layers = {layer.site.path: layer for layer in layers_of(model)}
+        copy: Any = nnx.clone(model)
+        for layer in layers_of(copy):
             if isinstance(getattr(layer.module, layer.site.name), Fp8Op | LeftWide):
                 setattr(layer.module, layer.site.name, nnx.static(layer.plain))
-        for keys, node in list(nnx.iter_graph(self.copy)):
+        for keys, node in list(nnx.iter_graph(copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
                 module: Any = node
                 module._fp8_path, module._fp8_dry_run = "/".join(map(str, keys)), self
                 watch(module)
-
-    def trace(self, args: Any, kwargs: Any) -> Any:
-        """Returns the program of one call of the model."""
-        graphdef, state = nnx.split(self.copy)
-        return program_of(
+        graphdef, state = nnx.split(copy)
+        self.program = program_of(
             lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state, args, kwargs
         )
+        """The jaxpr of the call."""
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction of a module, and returns the scope to compute it in."""
         path = site.module._fp8_path
-        if path in self.layers and (kernel is None or kernel.sources[0].path == ("kernel",)):
-            layer = self.layers[path]
-            return self._record(layer._replace(site=layer.site._replace(in_custom_vjp=site.in_custom_vjp)))
-        node, stacked = self.nodes[path], cast(tuple[int, ...] | None, ())
-        if kernel is not None:
-            source = kernel.sources[0]
-            whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
-            stacked = _stack_of(whole.get_value().shape, source.shape)
-            site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
-        impossible = site.impossible or (STACKED if stacked is None else None)
-        site = site._replace(path=path, module=node, impossible=impossible)
-        return self._record(Found(site, stacked or ()))
-
-    def _record(self, found: Found) -> str:
+        found = self._layers.get(path)
+        if found is not None and (kernel is None or kernel.sources[0].path == ("kernel",)):
+            found = found._replace(site=found.site._replace(in_custom_vjp=site.in_custom_vjp))
+        else:
+            node, stacked = self._nodes[path], cast(tuple[int, ...] | None, ())
+            if kernel is not None:
+                source = kernel.sources[0]
+                whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
+                stacked = _stack_of(whole.get_value().shape, source.shape)
+                site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
+            impossible = site.impossible or (STACKED if stacked is None else None)
+            found = Found(site._replace(path=path, module=node, impossible=impossible), stacked or ())
         self.found[found.site.scope] = found
         return found.site.scope
 
@@ -223,9 +211,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     copy: Any = nnx.clone(model)
     found = {layer.site.scope: layer for layer in layers_of(copy)}
     if inputs:
-        run = DryRun(copy)
-        run.trace(inputs, {})
-        found |= run.found
+        found |= DryRun(copy, inputs, {}).found
     decided = [(one.site, options.decide(one.site)) for one in found.values()]
     options.check_matched(decided)
     for one, (site, decision) in zip(found.values(), decided):
@@ -264,10 +250,11 @@ def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
     if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
-        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze", SEE_AUDIT)
-    run = DryRun(model)
-    program = run.trace(args, kwargs)
-    return report_of(program, {scope: (one.site, _decision_of(one)) for scope, one in run.found.items()})
+        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
+    run = DryRun(model, args, kwargs)
+    return report_of(
+        run.program, {scope: (one.site, _decision_of(one)) for scope, one in run.found.items()}
+    )
 
 
 def _decision_of(found: Found) -> Decision:
