@@ -98,11 +98,17 @@ class Call(Interception):
         if not any(frame.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
         self.frames.append(Frame(scope.path, module, method, scope, trace_behind()))
+        before = vars(scope).get("variables")
+        # self.variables of a module has the state where the caller has it.
+        scope.variables = lambda: split(_variables_of(scope))
         try:
-            with self.watching(), _without_state_in_variables(scope):
+            with self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
+            del scope.variables
+            if before is not None:
+                scope.variables = before
 
     @property
     def frame(self) -> Frame:  # type: ignore[override]
@@ -240,19 +246,6 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-@contextlib.contextmanager
-def _without_state_in_variables(scope: Any) -> Iterator[None]:
-    """A context in which ``self.variables`` of a module has the state where the caller has it."""
-    before = vars(scope).get("variables")
-    scope.variables = lambda: split(_variables_of(scope))
-    try:
-        yield
-    finally:
-        del scope.variables
-        if before is not None:
-            scope.variables = before
 
 
 def as_struct(x: Any) -> Any:

@@ -199,7 +199,7 @@ class ParamOrigins:
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Records the results of a function that is not looked into."""
-        if any(one == COMPUTED or self.of(x) for one, x in zip(map(self._what_is, operands), operands)):
+        if any(self._what_is(x) not in (None, Origin()) for x in operands):
             for result in results:
                 self._set(result, COMPUTED)
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,60 +31,38 @@ from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 from fp8flax.nnx.products import params_of, watch
 
 
-class Found(NamedTuple):
-    """A contraction of a model: of a layer with a field for an op, or written out by a module."""
-
-    site: Site
-    """Its description. ``site.name`` is the attribute of ``site.module`` for its op."""
-    stacked: tuple[int, ...]
-    """The sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
-
-    @property
-    def module(self) -> Any:
-        """The module that computes it."""
-        return self.site.module
-
-    @property
-    def op(self) -> Fp8Op | None:
-        """Its op, if there is one."""
-        found = getattr(self.module, self.site.name, None)
-        return found if isinstance(found, Fp8Op) else None
-
-    @property
-    def plain(self) -> Callable[..., jax.Array]:
-        """The function that computes it without FP8."""
-        return jnp.einsum if self.site.op is Einsum else self.site.op.plain
+def op_of(site: Site) -> Fp8Op | None:
+    """Returns the op of a contraction, which is an attribute of the module; None if there is none."""
+    found = getattr(site.module, site.name, None)
+    return found if isinstance(found, Fp8Op) else None
 
 
-class _Layer(NamedTuple):
-    """What a layer with a field for an op computes, as its attributes say."""
-
-    op: type[Op]
-    kernel: tuple[int, ...]
-    """The shape of the kernel, without the axes by which ``nnx.vmap`` stacked it."""
-    summed: Sequence[int]
-    """The axes of the kernel that the layer sums over."""
-    batch: Sequence[int] = ()
-    """The axes of the kernel that are in both operands and in the result."""
-    is_matmul: bool = True
+def _plain(op: type[Op]) -> Callable[..., jax.Array]:
+    """Returns the function for the field of a layer without FP8."""
+    return jnp.einsum if op is Einsum else op.plain
 
 
-def _layer_of(module: Any) -> _Layer | None:
+def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]] | None:
+    """Returns what a layer with a field for an op computes, as its attributes say.
+
+    This is the op, the shape of the kernel without the axes by which ``nnx.vmap`` stacked it, the axes of
+    the kernel that the layer sums over, and those that are in both operands and in the result.
+    """
     if isinstance(module, nnx.Linear):
-        return _Layer(DotGeneral, (module.in_features, module.out_features), [0])
+        return DotGeneral, (module.in_features, module.out_features), [0], []
     if isinstance(module, nnx.LinearGeneral):
         batch, inputs = tuple(module.batch_axis.values()), tuple(module.in_features)
         summed = range(len(batch), len(batch) + len(inputs))
-        return _Layer(DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch)))
+        return DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch))
     if isinstance(module, nnx.Einsum):
         # The names of the axes of the input, the kernel and the result.
         lhs, rhs, result = re.split(",|->", module.einsum_str.replace("...", ""))
         shared = [i for i, name in enumerate(rhs) if name in lhs]
         both = [i for i in shared if rhs[i] in result]
-        return _Layer(Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both)
+        return Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both
     if isinstance(module, nnx.Conv):
         kernel = tuple(module.kernel_shape)
-        return _Layer(Conv, kernel, range(len(kernel) - 1), is_matmul=_is_matmul(module))
+        return Conv, kernel, range(len(kernel) - 1), []
     return None
 
 
@@ -100,34 +78,34 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
 
 
-def layers_of(model: nnx.Module) -> Iterator[Found]:
+def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, node in nnx.iter_graph(model):
         module: Any = node
         layer = _layer_of(module)
         if layer is None:
             continue
-        row, shape = layer.op, layer.kernel
+        row, shape, summed, batch_axes = layer
         kernel = module.kernel.get_value()
         stacked = _stack_of(kernel.shape, shape)
-        k, batch = (math.prod(shape[i] for i in axes) for axes in (layer.summed, layer.batch))
+        k, batch = (math.prod(shape[i] for i in axes) for axes in (summed, batch_axes))
         place, field = "/".join(map(str, path)), str(row.nnx_field)
         function = getattr(module, field)
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
         is_free = is_free and getattr(module, "dot_general_cls", None) is None
-        site = Site(
+        yield Site(
             path=place,
             module=module,
             kernel=f"{place}/kernel".lstrip("/"),
             op=row,
-            shapes=(tuple(shape[i] for i in layer.summed), shape),
+            shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
-            is_matmul=layer.is_matmul,
+            is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=(None if is_free else "it has an op of its own") if stacked is not None else STACKED,
             name=field,
+            stacked=stacked or (),
         )
-        yield Found(site, stacked or ())
 
 
 STACKED = "its kernel is stacked along another axis than the first"
@@ -158,16 +136,16 @@ class DryRun:
     """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, Site] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
-        self._layers = {layer.site.path: layer for layer in layers_of(model)}
+        self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
         for layer in layers_of(copy):
-            if isinstance(getattr(layer.module, layer.site.name), Fp8Op | LeftWide):
-                setattr(layer.module, layer.site.name, nnx.static(layer.plain))
+            if isinstance(getattr(layer.module, layer.name), Fp8Op | LeftWide | None):
+                setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
         for keys, node in list(nnx.iter_graph(copy)):
             # An attribute of a dict or a list would be an item.
             if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
@@ -185,7 +163,7 @@ class DryRun:
         path = site.module._fp8_path
         found = self._layers.get(path)
         if found is not None and (kernel is None or kernel.sources[0].path == ("kernel",)):
-            found = found._replace(site=found.site._replace(in_custom_vjp=site.in_custom_vjp))
+            found = found._replace(in_custom_vjp=site.in_custom_vjp)
         else:
             node, stacked = self._nodes[path], cast(tuple[int, ...] | None, ())
             if kernel is not None:
@@ -194,9 +172,9 @@ class DryRun:
                 stacked = _stack_of(whole.get_value().shape, source.shape)
                 site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
             impossible = site.impossible or (STACKED if stacked is None else None)
-            found = Found(site._replace(path=path, module=node, impossible=impossible), stacked or ())
-        self.found[found.site.scope] = found
-        return found.site.scope
+            found = site._replace(path=path, module=node, impossible=impossible, stacked=stacked or ())
+        self.found[found.scope] = found
+        return found.scope
 
 
 def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
@@ -209,20 +187,22 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
                 "without conversions, with all rules at once."
             )
     copy: Any = nnx.clone(model)
-    found = {layer.site.scope: layer for layer in layers_of(copy)}
+    found = {layer.scope: layer for layer in layers_of(copy)}
     if inputs:
         found |= DryRun(copy, inputs, {}).found
-    decided = [(one.site, options.decide(one.site)) for one in found.values()]
+    decided = [(site, options.decide(site)) for site in found.values()]
     options.check_matched(decided)
-    for one, (site, decision) in zip(found.values(), decided):
-        if one.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
+    for site, decision in decided:
+        if op_of(site) is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             continue  # the op that the user gave
         if decision.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(one, decision, options)))
+            setattr(site.module, site.name, nnx.data(_new_op(site, decision, options)))
             if site.name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
-            setattr(site.module, site.name, nnx.static(LeftWide(site.path, one.plain, decision.reason)))
+            setattr(
+                site.module, site.name, nnx.static(LeftWide(site.path, _plain(site.op), decision.reason))
+            )
     fields = {row.nnx_field for row in OPS}
     ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
     if not ops:
@@ -233,17 +213,17 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     return copy
 
 
-def _new_op(found: Found, decision: Decision, options: Rules) -> Fp8Op:
+def _new_op(site: Site, decision: Decision, options: Rules) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
-    row = found.site.op
+    row = site.op
     form = {"form": options.form} if row.has_form else {}
-    num_kernels = found.site.shapes[1][:1] if row.is_stack else ()
+    num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
     op._reason = decision.reason
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()
-            value.set_value(jnp.broadcast_to(array, (*found.stacked, *array.shape)))
+            value.set_value(jnp.broadcast_to(array, (*site.stacked, *array.shape)))
     return cast(Fp8Op, op)
 
 
@@ -252,20 +232,18 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(
-        run.program, {scope: (one.site, _decision_of(one)) for scope, one in run.found.items()}
-    )
+    return report_of(run.program, {scope: (site, _decision_of(site)) for scope, site in run.found.items()})
 
 
-def _decision_of(found: Found) -> Decision:
+def _decision_of(site: Site) -> Decision:
     """Returns the decision of ``quantize_model`` about a contraction of a converted model."""
-    there = getattr(found.module, found.site.name, None)
+    there = getattr(site.module, site.name, None)
     if isinstance(there, Fp8Op):
         return Decision(True, there.recipe, there._reason)
     if isinstance(there, LeftWide):
         return Decision(False, None, there.reason)
-    if found.site.kernel is None or found.site.impossible is not None:
-        return Decision(False, None, Rules().decide(found.site).reason)
+    if site.kernel is None or site.impossible is not None:
+        return Decision(False, None, Rules().decide(site).reason)
     return Decision(False, None, NOT_FOUND)
 
 
