@@ -24,7 +24,7 @@ _classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function that makes a class give the same class for equal arguments."""
+    """Returns ``make``, a function that makes a class, such that equal arguments give the same class."""
 
     @wraps(make)
     def get(*key: Any) -> Any:

@@ -244,8 +244,5 @@ def _decision_of(site: Site) -> Decision:
         return Decision(False, None, there.reason)
     if site.kernel is None or site.impossible is not None:
         return Decision(False, None, Rules().decide(site).reason)
-    return Decision(False, None, NOT_FOUND)
-
-
-NOT_FOUND = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-"""The reason of a contraction that ``quantize_model`` did not look for."""
+    reason = "written out by a module: give quantize_model inputs, so that it finds this contraction"
+    return Decision(False, None, reason)
