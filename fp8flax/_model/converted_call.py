@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -26,25 +25,11 @@ from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
 from fp8flax._model.state_places import merged, split, swapped
 
 
-@dataclasses.dataclass
-class LinenFrame(Frame):
-    """A method of a Linen module that is running."""
-
-    scope: Any = None
-    trace: Any = None
-    """The trace of JAX that the method runs in."""
-    num_params: int = -1
-    """How many parameters, or modules with parameters, of the module are recorded."""
-
-
 class Call(Interception):
     """One call of a converted model by code outside of the model.
 
-    Args:
-        cls: the class of the model.
-        rules: the rules of the model.
-        counted: for ``report``, gets the contractions and the decisions about them by ``Site.scope``. Each
-            contraction is then computed in this scope, and none is converted.
+    If there is ``counted``, it gets the contractions and the decisions about them by ``Site.scope``. Each
+    contraction is then computed in this scope, and none is converted.
     """
 
     collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
@@ -65,7 +50,7 @@ class Call(Interception):
         self.decided: list[tuple[Site, Decision]] = []
         self.has_ops = False
         """Whether an FP8 op has run."""
-        self.frames: list[LinenFrame] = []
+        self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -74,10 +59,20 @@ class Call(Interception):
         return merged(jax.tree.map(as_jax, variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the method as the caller sees them."""
+        """Returns the collections of the method as the caller sees them.
+
+        Raises:
+            ValueError: the state that ``init`` made for an op in a loop does not come through.
+        """
         for path in self._made:
             if _found(variables[PARAMS], path[len(self.path) :]) is None:
-                raise _lost(path)
+                layer = "/".join(path[:-2])
+                raise ValueError(
+                    f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around "
+                    "nn.scan or nn.vmap: its functions must return all parameters that they get. Let them "
+                    "return the others unchanged, or leave the layer wide: "
+                    f"quantize_model(model, exclude={layer!r})."
+                )
         return split(variables)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
@@ -102,15 +97,21 @@ class Call(Interception):
         scope = module.scope
         if not any(frame.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
-        self.frames.append(LinenFrame(scope.path, module, method, scope=scope, trace=trace_behind()))
+        self.frames.append(Frame(scope.path, module, method, scope, trace_behind()))
+        before = vars(scope).get("variables")
+        # self.variables of a module has the state where the caller has it.
+        scope.variables = lambda: split(_variables_of(scope))
         try:
-            with self.watching(), _without_state_in_variables(scope):
+            with self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
+            del scope.variables
+            if before is not None:
+                scope.variables = before
 
     @property
-    def frame(self) -> LinenFrame:  # type: ignore[override]
+    def frame(self) -> Frame:  # type: ignore[override]
         """The innermost method that is running."""
         return self.frames[-1]
 
@@ -245,29 +246,6 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _lost(path: Path) -> ValueError:
-    """Returns the error for an op in a loop whose state does not come through to it."""
-    layer = "/".join(path[:-2])
-    return ValueError(
-        f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around nn.scan or "
-        "nn.vmap: its functions must return all parameters that they get. Let them return the others "
-        f"unchanged, or leave the layer wide: quantize_model(model, exclude={layer!r})."
-    )
-
-
-@contextlib.contextmanager
-def _without_state_in_variables(scope: Any) -> Iterator[None]:
-    """A context in which ``self.variables`` of a module has the state where the caller has it."""
-    before = vars(scope).get("variables")
-    scope.variables = lambda: split(_variables_of(scope))
-    try:
-        yield
-    finally:
-        del scope.variables
-        if before is not None:
-            scope.variables = before
 
 
 def as_struct(x: Any) -> Any:

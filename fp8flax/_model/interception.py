@@ -44,6 +44,12 @@ class Frame:
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
+    scope: Any = None
+    """The scope of a Linen module."""
+    trace: Any = None
+    """The trace of JAX that a method of a Linen module runs in."""
+    num_params: int = -1
+    """How many parameters, or modules with parameters, of the module are recorded."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -64,15 +70,10 @@ class Interception(ABC):
 
     @abstractmethod
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Computes a contraction in FP8, or leaves it wide; it runs outside of the interception.
+        """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.
 
-        Args:
-            site: its description. ``name`` is the part of the op's name that comes from the kernel.
-            kernel: the origin of the kernel; None for two activations or two parameters.
-            by: computes the contraction by an op.
-
-        Returns:
-            The result, or the name of the scope (``jax.named_scope``) to compute it in without FP8.
+        ``site.name`` is the part of the op's name that comes from the kernel. ``kernel`` is None for two
+        activations or two parameters.
         """
 
     @abstractmethod

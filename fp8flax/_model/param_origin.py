@@ -193,20 +193,17 @@ class ParamOrigins:
                 continue
             alike = [one for one, x in made_of if np.shape(x) == result.shape and one.part is not None]
             first = alike[0] if alike and not is_movement else Origin()
+            named = [
+                source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
+                for one, _ in made_of
+                for source in one.sources
+            ]
             # The axes are those of the first source.
-            sources = dict.fromkeys((*first.sources[:1], *_joined([one for one, _ in made_of])))
+            sources = dict.fromkeys((*first.sources[:1], *named))
             self._set(result, Origin(tuple(sources), first.part, first.axes))
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Records the results of a function that is not looked into."""
-        if any(one == COMPUTED or self.of(x) for one, x in zip(map(self._what_is, operands), operands)):
+        if any(self._what_is(x) not in (None, Origin()) for x in operands):
             for result in results:
                 self._set(result, COMPUTED)
-
-
-def _joined(made_of: Sequence[Origin]) -> tuple[Source, ...]:
-    """Returns the parameters of a value that is made of several; each has the name of its part."""
-    if len(made_of) == 1:
-        return made_of[0].sources
-    named = [(one, source) for one in made_of for source in one.sources]
-    return tuple(x if one.part is None else x._replace(part=one.part) for one, x in named)

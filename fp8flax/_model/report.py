@@ -96,10 +96,6 @@ class ModelReport:
         return "\n".join(lines)
 
 
-SEE_AUDIT = " For any other function, fp8flax.audit reads the compiled program."
-"""The end of the error for a model that does not come from ``quantize_model``."""
-
-
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
@@ -137,8 +133,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         found: ModelReport = importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
         return found
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
-        must = "come from fp8flax.quantize_model, not from freeze"
-        raise wrong_model(model, must, SEE_AUDIT)
+        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     decided: dict[str, tuple[Site, Decision]] = {}
     make_call = partial(Call, counted=decided)
     counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
@@ -146,11 +141,9 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
 
 
 def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:
-    """Returns the report of a model.
+    """Returns the report of a model, from the jaxpr of a call and the decisions of the rules.
 
-    Args:
-        program: the jaxpr of a call, in which each contraction is in its ``Site.scope``.
-        decided: the contractions and the decisions of the rules, by these scopes.
+    In ``program`` each contraction is in its ``Site.scope``, which is its key in ``decided``.
     """
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []

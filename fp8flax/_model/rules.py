@@ -67,6 +67,8 @@ class Site(NamedTuple):
     """Whether the kernel is the left operand in the model."""
     in_custom_vjp: bool = False
     """Whether it is inside of a function with a derivative of its own."""
+    stacked: tuple[int, ...] = ()
+    """In NNX, the sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
 
     @property
     def scope(self) -> str:

@@ -17,7 +17,7 @@ Names are written in the other case there. So no parameter of the model has such
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 
 CODES = "codes"
 """The leaf of an op of a frozen model that holds the codes of its kernel."""
-_LEAVES = frozenset(name.swapcase() for name in (*STATE_LEAF_NAMES, CODES))
+_LEAVES = frozenset((*STATE_LEAF_NAMES, CODES))
 
 
 def swapped(path: Path) -> Path:
@@ -39,18 +39,20 @@ def swapped(path: Path) -> Path:
 
 def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns variables as the model sees them: with the state among the parameters."""
-    flat: dict[Path, Any] = {}
-    for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
-        is_state = path[0] == OVERWRITE_WITH_GRADIENT and path[-1].swapcase() in _LEAVES
-        flat[(PARAMS, *swapped(path[1:])) if is_state else path] = x
-    return dict(unflatten_dict(flat))
+    return _moved(variables, OVERWRITE_WITH_GRADIENT, _LEAVES, PARAMS)
 
 
 def split(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns variables as the caller sees them: with the state in its own collection."""
+    leaves = {name.swapcase() for name in _LEAVES}
+    found = _moved(variables, PARAMS, leaves, OVERWRITE_WITH_GRADIENT)
+    return {PARAMS: {}, **found} if PARAMS in variables else found
+
+
+def _moved(variables: Mapping[str, Any], here: str, leaves: Collection[str], there: str) -> dict[str, Any]:
+    """Returns variables with the leaves of these names moved to another collection."""
     flat: dict[Path, Any] = {}
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
-        is_state = path[0] == PARAMS and path[-1] in _LEAVES
-        flat[(OVERWRITE_WITH_GRADIENT, *swapped(path[1:])) if is_state else path] = x
-    found = dict(unflatten_dict(flat))
-    return {PARAMS: {}, **found} if PARAMS in variables else found
+        is_state = path[0] == here and path[-1] in leaves
+        flat[(there, *swapped(path[1:])) if is_state else path] = x
+    return dict(unflatten_dict(flat))

@@ -15,7 +15,7 @@ import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import calls_of, in_call
-from fp8flax._linen.eval_init import eval_init, split_arrays
+from fp8flax._linen.eval_init import eval_init, program_of
 from fp8flax._model.converted_call import inputs_of_calls
 from fp8flax._model.rules import Rules
 
@@ -23,21 +23,20 @@ from fp8flax._model.rules import Rules
 _classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
-def made_once(make: Callable[..., Any], *key: Any) -> Any:
-    """Returns the class that ``make(*key)`` makes; equal arguments give the same class."""
-    found = _classes.get((make, *key))
-    return _classes.setdefault((make, *key), make(*key)) if found is None else found
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``make``, a function that makes a class, such that equal arguments give the same class."""
+
+    @wraps(make)
+    def get(*key: Any) -> Any:
+        found = _classes.get((make, *key))
+        return _classes.setdefault((make, *key), make(*key)) if found is None else found
+
+    return get
 
 
+@made_once
 def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
-    """Returns the subclass whose methods compute in FP8; equal arguments give the same class.
-
-    It keeps the name of the class, because Linen names modules by it.
-    """
-    return made_once(_make_class, cls, rules, make_call)
-
-
-def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+    """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
         "__module__": cls.__module__,
@@ -90,8 +89,13 @@ def _in_call(method: Any) -> Any:
     return nn.nowrap(begin)
 
 
-def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
+def _fp8_run(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``.
+
+    A string is the name of a submodule, or of a method that Linen does not wrap.
+    """
+    if isinstance(function, str):
+        return getattr(self, function)(*args, **kwargs)
     return function(self, *args, **kwargs)
 
 
@@ -130,16 +134,12 @@ def _is_equal(self: Any, other: Any) -> bool:
 
 def _as_method(model: Any, method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
-    if isinstance(method, str):
-        name, found = method, getattr(model, method, None)
-        if isinstance(found, nn.Module):
-            return _as_method(model, lambda model, *args, **kwargs: getattr(model, name)(*args, **kwargs))
-        method = found if callable(found) else method
-    if not callable(method):
-        return method  # None is __call__; for other values Linen raises the error
+    if method is None:
+        return None  # it is __call__
     function = getattr(method, "__func__", method)
-    own = vars(type(model)).get(getattr(function, "__name__", ""))
-    if own is not None and function in (own, own.__wrapped__):
+    name = method if isinstance(method, str) else getattr(function, "__name__", "")
+    own = vars(type(model)).get(name)
+    if own is not None and function in (name, own, own.__wrapped__):
         return own
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
@@ -164,16 +164,13 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """
     if shapes is None:
         shapes = eval_init(model, args, kwargs)
-    arrays, fill = split_arrays(args, kwargs)
 
-    def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
-        args, kwargs = fill(arrays)
-        out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+    def apply(mutable: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
 
     all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
     try:
-        return jax.make_jaxpr(partial(apply, all_others))(shapes, arrays)
+        return program_of(partial(apply, all_others), shapes, args, kwargs)
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
         # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
-        return jax.make_jaxpr(partial(apply, False))(shapes, arrays)
+        return program_of(partial(apply, False), shapes, args, kwargs)

@@ -23,7 +23,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._linen.eval_init import needing_inputs, split_arrays
+from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve.stored_op import (
     Path,
@@ -32,7 +32,7 @@ from fp8flax._serve.stored_op import (
     computed,
     freeze_ops,
 )
-from fp8flax.nnx.models import layers_of
+from fp8flax.nnx.models import layers_of, op_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
 
@@ -113,10 +113,10 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     state = {
         (*path, name): x
         for path, layer in layers.items()
-        for name, x in state_of(layer.op)[OVERWRITE_WITH_GRADIENT].items()
+        for name, x in state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT].items()
     }
     rest = {keys: op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
-    are_seen = {id(layers[path].op) for path in seen}
+    are_seen = {id(op_of(layers[path])) for path in seen}
     unseen = ["/".join(map(str, keys)) for keys, op in rest.items() if id(op) not in are_seen]
     ops, codes, scales = freeze_ops(seen, read, kernels, state, weight_only, unseen)
     for op in rest.values():
@@ -125,7 +125,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
     for served in ops:
         if served.kernel is not None:
-            site = layers[served.path].site
+            site = layers[served.path]
             setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
             site.module.kernel = Frozen(codes[served.kernel])
             _let_kernel_pass(site.module, served.dtype)
@@ -133,10 +133,10 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
 
 
 def _layers_of(model: nnx.Module) -> dict[Path, Any]:
-    """Returns the layers (``Found``) that have an FP8 op, by the paths of their ops."""
+    """Returns the layers (``Site``) that have an FP8 op, by the paths of their ops."""
     paths = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
-    layers = [layer for layer in layers_of(model) if layer.op is not None]
-    return {(*paths[id(layer.module)], layer.site.name): layer for layer in layers}
+    layers = [layer for layer in layers_of(model) if op_of(layer) is not None]
+    return {(*paths[id(layer.module)], layer.name): layer for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +197,9 @@ def _traced(
             read.add(marks[path])
         return found.row.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *rest, **keywords)
 
-    for path, layer in _layers_of(copy).items():
-        site, recipe, num_stacked = layer.site, layer.op._recipe_in_use(), len(layer.stacked)
+    for path, site in _layers_of(copy).items():
+        op: Any = op_of(site)
+        recipe, num_stacked = op._recipe_in_use(), len(site.stacked)
         if recipe is None:  # FP8 is switched off
             continue
         name, variable = (*path[:-1], "kernel"), site.module.kernel
@@ -210,19 +211,16 @@ def _traced(
         found = SeenOp(site.op, recipe.gemms, origin, (), tuple(range(num_stacked)))
         setattr(site.module, site.name, nnx.static(calling(site.op, partial(record, path, found))))
     graphdef, state = nnx.split(copy)
-    arrays, fill = split_arrays(args, kwargs)
 
-    def call(state: Any, arrays: Any) -> Any:
-        args, kwargs = fill(arrays)
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         merged = nnx.merge(graphdef, state)
         out = merged(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
         held = [node.get_value() for node in nodes if _mark_of(node) is None]
-        return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
+        return out, held
 
-    with needing_inputs(args, kwargs):
-        program = jax.make_jaxpr(call)(state, arrays)
+    program = program_of(call, state, args, kwargs)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
     read.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)

@@ -220,9 +220,11 @@ def test_report(block):
     assert {row.path for row in report.converted} == {"up", "einsum", "attention/out"}
     assert "3 of 11 contractions are converted" in str(report)
     images = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
-    patches = fp8nnx.quantize_model(block.patches, include=".*")
+    masked = nnx.clone(block.patches)
+    masked.mask = nnx.data(jnp.ones((2, 2, 4, 32)))
+    patches = fp8nnx.quantize_model(masked, include=".*")
     (row,) = fp8nnx.report(patches, images).rows
-    assert (row.m, row.k, row.n, row.path) == (2 * 4 * 4, 2 * 2 * 4, 32, "")
+    assert (row.m, row.k, row.n, row.kernel) == (2 * 4 * 4, 2 * 2 * 4, 32, "kernel")
     with pytest.raises(TypeError, match="come from fp8flax.quantize_model"):
         fp8nnx.report(block)
 
