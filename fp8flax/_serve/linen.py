@@ -54,7 +54,6 @@ from fp8flax._serve.stored_op import (
     SeenOp,
     ServedOp,
     computed,
-    fixed,
     freeze_ops,
 )
 
@@ -105,9 +104,13 @@ def freeze(
     read = _trace(recording, unboxed, calls)
     state = _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
     ops, codes, scales = freeze_ops(seen, read, _leaves(unboxed[PARAMS]), state, weight_only)
-    others = {name: value for name, value in boxed.items() if name != OVERWRITE_WITH_GRADIENT}
-    frozen = convert(model, converted_class(base, rules, Serving(tuple(ops))))
-    return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    served = {**boxed, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    served.pop(OVERWRITE_WITH_GRADIENT, None)
+    # The ops of wide kernels keep their state, if they still compute in FP8.
+    wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
+    if kept := {path: x for path, x in state.items() if path[:-1] in wide}:
+        served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
+    return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
 
 
 def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
@@ -199,7 +202,8 @@ class ServingCall(Call):
             if op.kernel is not None and op.kernel in given:
                 codes[*op.path, CODES] = given[op.kernel]
                 wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
-        served = flax.traverse_util.unflatten_dict(codes | scales)
+        state = _leaves(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
+        served = flax.traverse_util.unflatten_dict(codes | scales | state)
         return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -212,7 +216,7 @@ class ServingCall(Call):
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
-        """Computes an op with its stored kernel and its fixed scales."""
+        """Computes an op with its stored kernel and its fixed scales, or as in training."""
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
@@ -220,17 +224,13 @@ class ServingCall(Call):
                 f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
                 "frozen. Freeze the model with inputs that reach the op as it is called here."
             )
-        names = *served.scales, *[CODES] * (served.kernel is not None)
-        arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
+        if served.kernel is None or origin is None:
+            return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name in (*served.scales, CODES)}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        gemms = served.gemms
-        if served.kernel is not None and origin is not None:
-            codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
-            return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
-        if recipe is None or not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
-            return op.row.plain(lhs, rhs, *rest, **keywords)
-        return op._compute(gemms, lhs, rhs, *rest, frozen=fixed(arrays), **keywords)
+        codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
+        return computed(op.row, served.gemms, codes, arrays, lhs, *rest, **keywords)
