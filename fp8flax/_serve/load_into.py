@@ -93,10 +93,9 @@ def load_into(
     leaves: dict[Path, Any] = {path_names(keys): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            what = f"{'/'.join(path)} must be an array" if path else "variables must be a tree of arrays"
             raise TypeError(
-                f"{what}; got {type(leaf).__name__}. The order is load_into(variables, checkpoint). Leave "
-                "everything out of variables that is not an array."
+                f"variables must be a tree of arrays; got {type(leaf).__name__} at {'/'.join(path)!r}. "
+                "Leave everything out that is not an array."
             )
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
@@ -178,7 +177,7 @@ def _is_weight(path: Path, name: str, tensor: Any) -> bool:
 def _fault(path: Path, leaf: Any, name: str, tensor: Any) -> str:
     """Returns why a tensor cannot become a variable; empty if it can."""
     is_quantized = isinstance(tensor, CheckpointTensor)
-    if not (is_quantized or isinstance(getattr(tensor, "dtype", None), np.dtype)):
+    if not (is_quantized or isinstance(tensor, np.ndarray | jax.Array)):
         return f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}"
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
     are_wide = _is_wide(leaf.dtype) and (is_quantized or _is_wide(dtype))

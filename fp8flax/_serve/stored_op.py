@@ -1,7 +1,8 @@
 """Freezes and computes one op: its kernel is stored in FP8, and its scales no longer change.
 
-Linen and NNX find the ops of a model, and put the stored arrays into it, each in its own way. All that
-depends on how the core represents a stored kernel and its scale is in this file.
+Linen and NNX find the ops of a model by a trace, in which each op multiplies by zeros instead of its
+kernel. So if the traced program still needs a kernel after its dead code is removed, something else reads
+the kernel, and it stays wide.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
-from fp8flax._core.state.tree import history_axis
+from fp8flax._core.state.tree import history_axis, path_names
 from fp8flax._model.param_origin import Origin
 from fp8flax._train.check import warn_if_damaged
 
@@ -86,6 +87,11 @@ class ServedOp(NamedTuple):
     """The dtype of the kernel before it was stored."""
 
 
+def leaves_of(tree: Any) -> Arrays:
+    """Returns the leaves of a tree without boxes by their paths."""
+    return {path_names(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
 # Freezing.
 
 
@@ -127,10 +133,11 @@ def freeze_ops(
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
             (kernel,), (stacked,) = found.kernel_paths, _stacks(found, params)
-            codes[kernel], own = _stored(found, gemms, params[kernel], states, stacked)
+            plan = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
+            codes[kernel], own = _stored(plan, found, params[kernel], states, stacked)
             scales.update({(*path, name): x for name, x in own.items()})
             is_leading = stacked == tuple(range(len(stacked)))
-            layout = _layout_of(found, gemms) if is_leading else None
+            layout = _layout_of(plan, found) if is_leading else None
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(params[kernel].dtype))
             op = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
         elif reason:
@@ -203,8 +210,8 @@ def _states(
 
 
 def _stored(
+    plan: Any,
     found: SeenOp,
-    gemms: CustomRecipe,
     parameter: Any,
     states: Mapping[str, ScalingState],
     stacked: Sequence[int],
@@ -213,13 +220,12 @@ def _stored(
 
     ``stacked`` are the axes of the parameter that stack layers.
     """
-    origin, (lhs, rhs, *arguments) = found.kernel, found.args
+    origin, delayed = found.kernel, plan.recipe.delayed
     assert origin is not None
 
     def of_one(parameter: jax.Array, states: Mapping[str, ScalingState]) -> Any:
-        scales = {_SCALES[role]: scale_of(gemms.delayed[role], x)[None] for role, x in states.items()}
-        kernel = origin.rebuild(parameter).astype(rhs.dtype)
-        plan: Any = found.row.plan(lhs, kernel, *arguments, recipe=gemms)  # type: ignore[misc]
+        scales = {_SCALES[role]: scale_of(delayed[role], x)[None] for role, x in states.items()}
+        kernel = origin.rebuild(parameter).astype(found.args[1].dtype)
         packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
         bits = origin.into_parameter(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
@@ -245,9 +251,8 @@ def _stack_axes(state: ScalingState) -> list[int]:
     return [axis for axis in range(state.scale.ndim) if axis != own]
 
 
-def _layout_of(found: SeenOp, gemms: CustomRecipe) -> Layout | None:
+def _layout_of(plan: Any, found: SeenOp) -> Layout | None:
     """Returns the layout of a kernel that an op reads as it is stored, without batch dimensions."""
-    plan: Any = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
     (_, summed), (_, batch) = plan.dimension_numbers
     if batch or found.kernel is None or not found.kernel.is_one_parameter:
         return None
