@@ -103,12 +103,8 @@ def assert_fp8(
     ``fp8_flops_share + maybe_fp8_flops_share`` of its report.
 
     Args:
-        fn: the function, as in ``audit``.
-        *args: arguments of ``fn``, as in ``audit``.
+        fn, *args, target, **keywords: as in ``audit``; no keyword may be named ``min_flops`` either.
         min_flops: the required share, 0 to 1, of the FLOPs of all GEMMs.
-        target: the device, as in ``audit``.
-        **keywords: keyword arguments of ``fn``, as in ``audit``; none may be named ``min_flops`` or
-            ``target``.
 
     Returns:
         The ``AuditReport``.

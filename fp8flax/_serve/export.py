@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec
 
 from fp8flax._core.names import PARAMS
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
-from fp8flax._core.state.tree import path_names
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
-from fp8flax._serve.freeze import described, freeze
+from fp8flax._serve.freeze import freeze, front_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -89,9 +88,9 @@ def save_safetensors(
 
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
-    ops, variables = described(model, variables)
+    ops, arrays = front_of(model).described(model, variables)
     path = pathlib.Path(path)
-    tensors = _tensors_of(ops, jax.tree.map(np.asarray, variables), rename)
+    tensors = _tensors_of(ops, {name: np.asarray(x) for name, x in arrays.items()}, rename)
     if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
         raise ValueError(
             f"{path.parent} has {index.name}, with which loaders would read the older files that it lists. "
@@ -132,8 +131,9 @@ def weights_for_serving(
     Source: as for ``save_safetensors``.
     """
     frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
-    tensors = _tensors_of(*described(*(frozen if isinstance(frozen, tuple) else (frozen,))), rename)
-    return {name: array for name, (_, array) in tensors.items()}
+    served, variables = frozen if isinstance(frozen, tuple) else (frozen, None)
+    ops, arrays = front_of(model).described(served, variables)
+    return {name: array for name, (_, array) in _tensors_of(ops, arrays, rename).items()}
 
 
 # Names and layouts.
@@ -170,14 +170,13 @@ def _is_wide_kernel(path: Path, array: Any) -> bool:
 
 
 def _tensors_of(
-    ops: Sequence[ServedOp], variables: Mapping[str, Any], rename: Rename | None
+    ops: Sequence[ServedOp], arrays: Mapping[Path, Any], rename: Rename | None
 ) -> dict[str, tuple[Path, Any]]:
     """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
 
-    The variables are in collections, without boxes. They are arrays of NumPy or JAX. The path of each
-    variable, which begins with its collection, comes before its tensor.
+    The arrays are of NumPy or JAX. The path of each array comes before its tensor.
     """
-    own = sorted(_named(ops, variables), key=lambda tensor: tensor[:2])
+    own = sorted(_named(ops, dict(arrays)), key=lambda tensor: tensor[:2])
     new_names = new_names_of([name for name, *_ in own], rename)
     found: dict[str, tuple[Path, Any]] = {}
     for old, path, array in own:
@@ -204,12 +203,8 @@ def _tensors_of(
     return dict(sorted(found.items()))
 
 
-def _named(ops: Sequence[ServedOp], variables: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
-    """Yields the own name in the file, the path and the tensor of each variable."""
-    arrays = dict[Path, Any]()
-    for collection, tree in variables.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            arrays[collection, *path_names(keys)] = leaf
+def _named(ops: Sequence[ServedOp], arrays: dict[Path, Any]) -> Iterator[tuple[str, Path, Any]]:
+    """Yields the own name in the file, the path and the tensor of each array, taken out of the dict."""
     for op in ops:
         if op.kernel is None or op.layout is None or (PARAMS, *op.kernel) not in arrays:
             continue

@@ -10,7 +10,6 @@ import flax.linen as nn
 from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve import linen
-from fp8flax._serve.stored_op import ServedOp
 
 
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
@@ -34,8 +33,9 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model.
 
     The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
-    times, as a model with the dequantized kernels. Differentiation with respect to FP8 kernels and to
-    scales raises ``TypeError``.
+    times, as a model with the dequantized kernels. FP8 ops of wide kernels have the derivatives, and the
+    scaling state, that they have in training. Differentiation with respect to FP8 kernels and to scales
+    raises ``TypeError``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -47,8 +47,9 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         **kwargs: keyword inputs of the model.
 
     Returns:
-        For Linen, the frozen model, called like ``model``, and its variables; collections other than
-        ``params`` are unchanged. For NNX, a frozen copy of the model.
+        For Linen, the frozen model, called like ``model``, and its variables: of the scaling state only
+        that of ops with wide kernels; other collections than this and ``params`` are unchanged. For NNX, a
+        frozen copy of the model.
 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
@@ -72,7 +73,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     For NNX, see ``fp8flax.nnx.Frozen``.
     """
-    front = _front_of(model)
+    front = front_of(model)
     check_bool("weight_only", weight_only)
     if front.is_frozen(model):
         raise ValueError(
@@ -82,13 +83,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     return front.freeze(model, args, kwargs, weight_only)
 
 
-def described(model: Any, variables: Any = None) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and its variables in collections, as Linen has them."""
-    found: tuple[list[ServedOp], dict[str, Any]] = _front_of(model).described(model, variables)
-    return found
-
-
-def _front_of(model: Any) -> Any:
+def front_of(model: Any) -> Any:
     """Returns our module for the API of a model: ``linen``, or ``fp8flax.nnx.freezing``."""
     if isinstance(model, nn.Module):
         return linen

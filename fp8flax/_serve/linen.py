@@ -21,9 +21,6 @@ model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
 codes and scales are where a converted model has its scaling state, see ``state_places``.
-
-``freeze`` finds the ops by a trace of the model. Each op multiplies there by zeros instead of its kernel.
-So if the traced program still needs a kernel after its dead code is removed, something else reads it.
 """
 
 from __future__ import annotations
@@ -54,8 +51,8 @@ from fp8flax._serve.stored_op import (
     SeenOp,
     ServedOp,
     computed,
-    fixed,
     freeze_ops,
+    leaves_of,
 )
 
 
@@ -75,12 +72,12 @@ def is_frozen(model: nn.Module) -> bool:
     return getattr(model, "_fp8_serving", None) is not None
 
 
-def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and its variables without boxes; see ``freeze.described``."""
+def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
+    """Returns the ops of a frozen model, and its arrays by their paths, which begin with the collection."""
     if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)
-    return list(model._fp8_serving.ops), nn.meta.unbox(dict(variables))
+    return list(model._fp8_serving.ops), leaves_of(nn.meta.unbox(dict(variables)))
 
 
 # Freezing.
@@ -103,11 +100,15 @@ def freeze(
     seen: dict[Path, SeenOp] = {}
     recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
     read = _trace(recording, unboxed, calls)
-    state = _leaves(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
-    ops, codes, scales = freeze_ops(seen, read, _leaves(unboxed[PARAMS]), state, weight_only)
-    others = {name: value for name, value in boxed.items() if name != OVERWRITE_WITH_GRADIENT}
-    frozen = convert(model, converted_class(base, rules, Serving(tuple(ops))))
-    return frozen, {**others, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    state = leaves_of(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
+    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only)
+    served = {**boxed, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    served.pop(OVERWRITE_WITH_GRADIENT, None)
+    # The ops of wide kernels keep their state, if they still compute in FP8.
+    wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
+    if kept := {path: x for path, x in state.items() if path[:-1] in wide}:
+        served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
+    return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
 
 
 def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
@@ -116,11 +117,10 @@ def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
     Returns the parameters that something else than an FP8 op reads.
     """
     shapes = jax.tree.map(as_struct, variables)  # without shardings
-    places = [path_names(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     read: set[Path] = set()
     for method, (args, kwargs) in calls.items():
         program = trace_apply(model, shapes, args, {**kwargs, "method": method})
-        found = zip(places, needed_inputs(program))
+        found = zip(leaves_of(shapes), needed_inputs(program))
         read.update(path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS)
     return read
 
@@ -149,17 +149,8 @@ class RecordingCall(Call):
             self.seen[op.path] = found._replace(kernel=kernel)
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Records nothing: the rules have been checked when the model was converted."""
-
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
-
-
-def _leaves(tree: Any) -> dict[Path, Any]:
-    """Returns the leaves of a tree without boxes by their paths."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {path_names(keys): leaf for keys, leaf in found}
 
 
 def _replaced(
@@ -191,7 +182,7 @@ class ServingCall(Call):
                 "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
             )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
-        given = _leaves(nn.meta.unbox(params))
+        given = leaves_of(nn.meta.unbox(params))
         # The only parameters of an op are its scales.
         scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
         codes, wide = dict[Path, Any](), dict[Path, Any]()
@@ -199,20 +190,18 @@ class ServingCall(Call):
             if op.kernel is not None and op.kernel in given:
                 codes[*op.path, CODES] = given[op.kernel]
                 wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
-        served = flax.traverse_util.unflatten_dict(codes | scales)
+        state = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
+        served = flax.traverse_util.unflatten_dict(codes | scales | state)
         return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
         return {PARAMS: split(variables).get(PARAMS, {})}
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Records nothing: the rules have been checked when the model was converted."""
-
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
-        """Computes an op with its stored kernel and its fixed scales."""
+        """Computes an op with its stored kernel and its fixed scales, or as in training."""
         served, origin = self._ops.get(op.path), self.origin_of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
@@ -220,17 +209,13 @@ class ServingCall(Call):
                 f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
                 "frozen. Freeze the model with inputs that reach the op as it is called here."
             )
-        names = *served.scales, *[CODES] * (served.kernel is not None)
-        arrays: dict[str, Any] = {name: self.stored(op, name) for name in names}
+        if served.kernel is None or origin is None:
+            return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
+        arrays: dict[str, Any] = {name: self.stored(op, name) for name in (*served.scales, CODES)}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        gemms = served.gemms
-        if served.kernel is not None and origin is not None:
-            codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
-            return computed(op.row, gemms, codes, arrays, lhs, *rest, **keywords)
-        if recipe is None or not (gemms.forward.lhs or gemms.forward.rhs):  # nothing is left to quantize
-            return op.row.plain(lhs, rhs, *rest, **keywords)
-        return op._compute(gemms, lhs, rhs, *rest, frozen=fixed(arrays), **keywords)
+        codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
+        return computed(op.row, served.gemms, codes, arrays, lhs, *rest, **keywords)

@@ -107,10 +107,9 @@ def load_into(
     leaves: dict[Path, Any] = {path_names(keys): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            what = f"{'/'.join(path)} must be an array" if path else "variables must be a tree of arrays"
             raise TypeError(
-                f"{what}; got {type(leaf).__name__}. The order is load_into(variables, checkpoint). Leave "
-                "everything out of variables that is not an array."
+                f"variables must be a tree of arrays; got {type(leaf).__name__} at {'/'.join(path)!r}. "
+                "Leave everything out that is not an array."
             )
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}

@@ -1,12 +1,12 @@
 """Freezes and computes one op: its kernel is stored in FP8, and its scales no longer change.
 
-Linen and NNX find the ops of a model, and put the stored arrays into it, each in its own way. All that
-depends on how the core represents a stored kernel and its scale is in this file.
+Linen and NNX find the ops of a model by a trace, in which each op multiplies by zeros instead of its
+kernel. So if the traced program still needs a kernel after its dead code is removed, something else reads
+the kernel, and it stays wide.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections import Counter
@@ -26,7 +26,7 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
-from fp8flax._core.state.tree import history_axis
+from fp8flax._core.state.tree import history_axis, path_names
 from fp8flax._model.param_origin import Origin
 from fp8flax._train.check import warn_if_damaged
 
@@ -35,7 +35,8 @@ Arrays = dict[Path, jax.Array]
 Scales = dict[str, jax.Array]
 """The scales of an op, by their names in the variables."""
 
-INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
+_SCALES = {role: state_leaf_names(role)[0] for role in ("input", "kernel")}
+INPUT_SCALE, KERNEL_SCALE = _SCALES.values()
 WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
@@ -69,18 +70,26 @@ class Layout(NamedTuple):
 
 
 class ServedOp(NamedTuple):
-    """Description of an op in a frozen model (hashable)."""
+    """Description of an op in a frozen model (hashable).
+
+    An op whose kernel stays wide has only a path and a recipe. It computes as in training.
+    """
 
     path: Path
     gemms: CustomRecipe
     scales: tuple[str, ...] = ()
     """The names of its scales in the variables."""
     kernel: Path | None = None
-    """The path of the parameter in FP8 that is the kernel; None if the kernel is wide."""
+    """The path of the parameter in FP8 that is the kernel."""
     layout: Layout | None = None
-    """The layout of the kernel; None if the kernel is wide, or the op does not read it as it is stored."""
+    """The layout of the kernel; None if the op does not read it as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
+
+
+def leaves_of(tree: Any) -> Arrays:
+    """Returns the leaves of a tree without boxes by their paths."""
+    return {path_names(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 # Freezing.
@@ -94,7 +103,7 @@ def freeze_ops(
     weight_only: bool,
     unseen: Collection[str] = (),
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
-    """Returns the frozen ops, the codes of their kernels, and their scales.
+    """Returns the frozen ops, the codes of the stored kernels, and their scales.
 
     Warns about kernels that stay wide, and about scales that have seen no data or that no training leaves.
 
@@ -119,20 +128,21 @@ def freeze_ops(
     wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
     for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
-        own = _delayed_scales(path, gemms, state, fresh)
+        states = _states(path, gemms, state, fresh)
         reason = _why_wide(found, gemms, uses, params)
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
             (kernel,), (stacked,) = found.kernel_paths, _stacks(found, params)
-            codes[kernel], own = _stored(found, gemms, params[kernel], own, stacked)
+            plan = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
+            codes[kernel], own = _stored(plan, found, params[kernel], states, stacked)
+            scales.update({(*path, name): x for name, x in own.items()})
             is_leading = stacked == tuple(range(len(stacked)))
-            layout = _layout_of(found, gemms) if is_leading else None
+            layout = _layout_of(plan, found) if is_leading else None
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(params[kernel].dtype))
-            op = ServedOp(path, gemms, kernel=kernel, layout=layout, dtype=dtype)
+            op = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
         elif reason:
             wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
-        ops.append(op._replace(scales=tuple(own)))
-        scales.update({(*path, name): x for name, x in own.items()})
+        ops.append(op)
     if wide:
         text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -174,12 +184,14 @@ def _stacks(found: SeenOp, params: Mapping[Path, Any]) -> list[tuple[int, ...]]:
     return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
-def _delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]) -> Scales:
-    """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
+def _states(
+    path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]
+) -> dict[str, ScalingState]:
+    """Returns the states of the delayed quantizers of input and kernel, by role.
 
     The names of scales that have seen no data are appended to ``fresh``.
     """
-    scales = {}
+    states = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
         if not isinstance(used, DelayedQuantizer):
             continue
@@ -193,36 +205,27 @@ def _delayed_scales(path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], 
             )
         if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
             fresh.append(place)
-        scales[names[0]] = _next_scale(gemms.delayed[role], jnp.asarray(scale), jnp.asarray(history))
-    return scales
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _next_scale(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the next scale of a state; for stacked states the next scale of each."""
-    axis: Any = history_axis(scale, history)
-    scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
-    next_scales = scale_of(quantizer, ScalingState(scales, histories))
-    return jnp.moveaxis(next_scales[..., None], -1, axis)
+        states[role] = ScalingState(jnp.asarray(scale), jnp.asarray(history))
+    return states
 
 
 def _stored(
+    plan: Any,
     found: SeenOp,
-    gemms: CustomRecipe,
     parameter: Any,
-    scales: Scales,
+    states: Mapping[str, ScalingState],
     stacked: Sequence[int],
 ) -> tuple[jax.Array, Scales]:
     """Returns the codes of a kernel in the places of its parameter, and all scales of the op.
 
-    ``scales`` has the delayed ones. ``stacked`` are the axes of the parameter that stack layers.
+    ``stacked`` are the axes of the parameter that stack layers.
     """
-    origin, (lhs, rhs, *arguments) = found.kernel, found.args
+    origin, delayed = found.kernel, plan.recipe.delayed
     assert origin is not None
 
-    def of_one(parameter: jax.Array, scales: Scales) -> Any:
-        kernel = origin.rebuild(parameter).astype(rhs.dtype)
-        plan: Any = found.row.plan(lhs, kernel, *arguments, recipe=gemms)  # type: ignore[misc]
+    def of_one(parameter: jax.Array, states: Mapping[str, ScalingState]) -> Any:
+        scales = {_SCALES[role]: scale_of(delayed[role], x)[None] for role, x in states.items()}
+        kernel = origin.rebuild(parameter).astype(found.args[1].dtype)
         packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
         bits = origin.into_parameter(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
@@ -230,27 +233,26 @@ def _stored(
         return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
 
     for i, axis in reversed([*enumerate(stacked)]):
-        of_scales = {name: _stack_axes(scale.shape)[i] - i for name, scale in scales.items()}
-        of_one = jax.vmap(of_one, in_axes=(axis - i, of_scales), out_axes=axis - i)
+        of_states = {role: _stack_axes(state)[i] - i for role, state in states.items()}
+        of_one = jax.vmap(of_one, in_axes=(axis - i, of_states), out_axes=axis - i)
     is_traced = isinstance(parameter, jax.core.Tracer)
     sharding = None if is_traced else getattr(parameter, "sharding", None)
     # The codes are on the devices of the parameter, if there are several.
     places = (
         {} if sharding is None or len(sharding.device_set) == 1 else {"out_shardings": (sharding, None)}
     )
-    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(parameter, scales)
+    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(parameter, states)
     return result
 
 
-def _stack_axes(shape: tuple[int, ...]) -> list[int]:
-    """Returns the axes by which a delayed scale is stacked; the scale has one more axis, of size 1."""
-    own = max(axis for axis, size in enumerate(shape) if size == 1)
-    return [axis for axis in range(len(shape)) if axis != own]
+def _stack_axes(state: ScalingState) -> list[int]:
+    """Returns the axes by which the states of layers are stacked."""
+    own = history_axis(*state)
+    return [axis for axis in range(state.scale.ndim) if axis != own]
 
 
-def _layout_of(found: SeenOp, gemms: CustomRecipe) -> Layout | None:
+def _layout_of(plan: Any, found: SeenOp) -> Layout | None:
     """Returns the layout of a kernel that an op reads as it is stored, without batch dimensions."""
-    plan: Any = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
     (_, summed), (_, batch) = plan.dimension_numbers
     if batch or found.kernel is None or not found.kernel.is_one_parameter:
         return None
@@ -275,12 +277,6 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
-def fixed(scales: Mapping[str, jax.Array]) -> Scales:
-    """Returns the scales of an op that are in its variables, by role."""
-    names = {"input": INPUT_SCALE, "kernel": KERNEL_SCALE}
-    return {role: constant(scales[name]) for role, name in names.items() if name in scales}
-
-
 def computed(
     row: type[Op],
     gemms: CustomRecipe,
@@ -296,7 +292,9 @@ def computed(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-    codes, scale = constant((codes, scales[KERNEL_SCALE]))
+    codes, scales = constant((codes, dict(scales)))
+    scale = scales[KERNEL_SCALE]
     # ``_stored`` gives a scalar scale the shape (1,).
     kernel = QTensor(codes, scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs)
-    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=fixed(scales), **keywords)
+    frozen = {role: scales[name] for role, name in _SCALES.items() if name in scales}
+    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=frozen, **keywords)

@@ -1,10 +1,4 @@
-"""Freezes NNX models, and describes frozen ones for files.
-
-A kernel can be stored as codes only if nothing but the op of its layer reads it, because only the op knows
-the scale. To check this, ``freeze`` traces the model. Each op multiplies there by zeros instead of its
-kernel. So if the traced program still needs a kernel after its dead code is removed, something else reads
-the kernel, and it stays wide.
-"""
+"""Freezes NNX models, and describes frozen ones for files."""
 
 from __future__ import annotations
 
@@ -31,6 +25,7 @@ from fp8flax._serve.stored_op import (
     ServedOp,
     computed,
     freeze_ops,
+    leaves_of,
 )
 from fp8flax.nnx.models import layers_of, op_of
 from fp8flax.nnx.ops import Fp8Op
@@ -81,8 +76,8 @@ def is_frozen(model: nnx.Module) -> bool:
     return any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model))
 
 
-def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[str, Any]]:
-    """Returns the ops of a frozen model, and the values of its variables; see ``freeze.described``."""
+def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
+    """Returns the ops of a frozen model, and its arrays by collection and path; see ``linen.described``."""
     if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.nnx.freeze")
     if variables is not None:
@@ -97,11 +92,12 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[s
         elif isinstance(node, Fp8Op):  # of a wide kernel
             recipe = node._recipe_in_use()
             ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
-    values = {}
+    arrays = dict[Path, Any]()
     for collection, keys, variable in written_variables(model):
         collection = PARAMS if isinstance(variable, Frozen) else collection
-        values[collection, *map(str, keys)] = variable.get_value()
-    return ops, nnx.traversals.unflatten_mapping(values)
+        leaves = leaves_of(variable.get_value())
+        arrays |= {(collection, *map(str, keys), *path): x for path, x in leaves.items()}
+    return ops, arrays
 
 
 def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
@@ -115,11 +111,10 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
         for path, layer in layers.items()
         for name, x in state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT].items()
     }
-    rest = {keys: op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
-    are_seen = {id(op_of(layers[path])) for path in seen}
-    unseen = ["/".join(map(str, keys)) for keys, op in rest.items() if id(op) not in are_seen]
+    present = {tuple(map(str, keys)): op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
+    unseen = ["/".join(path) for path in present if path not in seen]
     ops, codes, scales = freeze_ops(seen, read, kernels, state, weight_only, unseen)
-    for op in rest.values():
+    for op in present.values():
         op._reason = ""  # report takes only models that quantize_model returned
         if weight_only:
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel

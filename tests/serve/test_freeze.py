@@ -307,6 +307,22 @@ def test_what_is_stored_nevertheless(model, names):
     assert narrow(served) == names
 
 
+def test_ops_of_wide_kernels_are_switched_off():
+    """By ``weight_only``, and by ``autocast`` around the call."""
+    x = normal(0, 4, 8)
+    model8, variables = trained(NotAsAWhole(), x)
+    plain = NotAsAWhole().apply({"params": variables["params"]}, x)
+    with pytest.warns(UserWarning, match="stay wide"):
+        (serve, served), (of_weights, weights) = (
+            fp8.freeze(model8, variables, weight_only=weight_only) for weight_only in (False, True)
+        )
+    assert set(served) == {"params", OWG}
+    assert set(weights) == {"params"}
+    with fp8.autocast(enabled=False):
+        np.testing.assert_allclose(serve.apply(served, x), plain, rtol=1e-5)
+    np.testing.assert_allclose(of_weights.apply(weights, x), plain, rtol=1e-5)
+
+
 def test_a_kernel_that_is_returned_stays_wide():
     class Returned(nn.Module):
         @nn.compact

@@ -327,7 +327,7 @@ def test_wrong_arguments(tmp_path):
     checkpoint = read(tmp_path, CHANNEL)
     with pytest.raises(TypeError, match="checkpoint must be a mapping"):
         fp8.load_into(dense(), str(tmp_path))
-    with pytest.raises(TypeError, match="params/up must be an array; got str"):
+    with pytest.raises(TypeError, match="must be a tree of arrays; got str at .params/up"):
         fp8.load_into({"params": {"up": "kernel"}}, checkpoint)
     with pytest.raises(TypeError, match="variables must be a tree of arrays; got Array"):
         fp8.load_into(jnp.zeros(2), checkpoint)
