@@ -2,7 +2,7 @@
 
 A file imports only from its own folder and from the folders before it: ``_compat`` (private parts of
 JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``,
-``_serve`` and ``demo``.
+``_serve``, ``nnx`` and ``demo``.
 """
 
 # Ops that layers take.

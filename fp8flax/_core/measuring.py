@@ -33,7 +33,7 @@ class Numbers(NamedTuple):
     nonfinite: Any
     """Count of the NaN and Inf elements."""
     amax: Any
-    """The largest finite magnitude."""
+    """The largest finite magnitude; 0 if it is subnormal."""
     scale: Any
     """The largest scale. Scales of blocks that hold only zeros do not count, unless all blocks do so."""
     headroom: Any

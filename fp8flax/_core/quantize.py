@@ -120,8 +120,8 @@ def dequantize(
 ) -> Float[jax.Array, "*dims"]:
     """Casts FP8 codes back to a wide dtype: ``x * scale``.
 
-    The product is computed in the dtype of ``scale`` (in float32, if the scale is an integer), then cast to
-    ``dq_dtype``.
+    The product is computed in the dtype of ``scale`` (in float32, if the scale is an integer or in E8M0),
+    then cast to ``dq_dtype``.
 
     Args:
         x: array of any shape; usually FP8. The wide result of an FP8 GEMM is rescaled in the same way.
@@ -145,7 +145,7 @@ def dequantize(
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0.
     """
     x, factor = jnp.asarray(x), jnp.asarray(scale)
-    if not jnp.issubdtype(factor.dtype, jnp.floating):
+    if not is_wide_float(factor.dtype):
         factor = factor.astype(jnp.float32)
     if not is_wide_float(dq_dtype):
         raise TypeError(f"dq_dtype must be bfloat16, float16, float32 or float64; got {dq_dtype!r}.")
@@ -227,7 +227,8 @@ def cast_to_representable(
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
     float32 product only by its accumulation, see ``fp8flax.GemmRecipe``.
 
-    The arguments, the errors and the result are those of ``quantize_dequantize``.
+    The arguments, the errors and the result are those of ``quantize_dequantize``, which computes in float32
+    here.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8

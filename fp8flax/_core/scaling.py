@@ -141,8 +141,8 @@ def push_amax(
 ) -> Float32[jax.Array, "*stack length"]:
     """Returns ``amax_history`` of shape ``(..., length)`` rolled by -1, with ``amax`` at index 0.
 
-    If the entry at index 0 of the old history is not finite, it becomes 0: an inf that another library left
-    in the history lasts for one step only.
+    If the entry at index 0 of the old history is not finite, it becomes 0: so an inf that another library
+    has just recorded does not stay in the history.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
     # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,

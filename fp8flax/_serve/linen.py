@@ -8,12 +8,10 @@ The two sides of a frozen model, with the dtype of each array::
       Dense_0/                                      Dense_0/
         kernel               e4m3  ---------+-----    kernel            float32, all Inf
         bias                 float32        |         bias              float32
-        Fp8DotGeneralOp_0/                  |     _fp8_state/
-          kernel_scale       float32  ---+  |       Dense_0/
-          input_scale        float32  -+ |  |         Fp8DotGeneralOp_0/
-                                       | |  +-----      codes           e4m3
-                                       | +--------      kernel_scale    float32
-                                       +----------      input_scale     float32
+        Fp8DotGeneralOp_0/                  |         fP8dOTgENERALoP_0/
+          kernel_scale       float32  ---+  +-----      CODES           e4m3
+          input_scale        float32  -+ +--------      KERNEL_SCALE    float32
+                                       +----------      INPUT_SCALE     float32
 
 For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
 the source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the

@@ -41,7 +41,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
       scale)²)``; at best about 31 for e4m3 and 25 for e5m2, inf if nothing is lost
     * ``headroom``: the largest magnitude that the scale represents, divided by the current amax; the
       smallest over the scales of a tensor. Below 1 something saturates. It is inf for a tensor of zeros.
-    * ``amax``: the largest finite magnitude
+    * ``amax``: the largest finite magnitude, or 0 if it is subnormal
     * ``scale``: the scale in use (``x ≈ q * scale``); the largest over the slices or blocks of a tensor
       that are not all zero
     * ``nonfinite``: number of NaN and Inf

@@ -155,3 +155,9 @@ def test_wrong_dtypes():
         fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.float16)
     with pytest.raises(TypeError, match="dq_dtype must be"):
         fp8.dequantize(jnp.float8_e4m3fn(1), None, jnp.float32(1))
+
+
+def test_dequantize_by_a_scale_in_e8m0():
+    codes = jnp.array([0.15625, 48.0], jnp.float8_e4m3fn)
+    out = fp8.dequantize(codes, jnp.float32, jnp.array([2.0]).astype(jnp.float8_e8m0fnu))
+    np.testing.assert_array_equal(out, [0.3125, 96.0])

@@ -222,6 +222,17 @@ def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: f
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
 
+def _has_units(gemm: GemmRecipe, capability: float) -> bool:
+    """Returns whether a GPU with FP8 units multiplies in them, or the recipe keeps an operand wide."""
+    lhs, rhs = gemm.lhs, gemm.rhs
+    if lhs is None or rhs is None:
+        return True
+    if isinstance(lhs, BlockQuantizer) and isinstance(rhs, BlockQuantizer):
+        return has_units_for_blocks(lhs, rhs, capability)
+    has_blocks = isinstance(lhs, BlockQuantizer) or isinstance(rhs, BlockQuantizer)
+    return not has_blocks and {lhs.dtype, rhs.dtype} <= OCP_DTYPES
+
+
 def warn_if_emulated(*recipes: GemmRecipe) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
     if absent_gpu() is not None:
@@ -232,14 +243,10 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif not all(
-        has_units_for_blocks(one.lhs, one.rhs, capability)
-        for one in recipes
-        if isinstance(one.lhs, BlockQuantizer) and isinstance(one.rhs, BlockQuantizer)
-    ):
+    elif not all(_has_units(one, capability) for one in recipes):
         text = (
-            f"{kind} has no units for these block scales: the FP8 values are multiplied in a wider dtype, "
-            "at its speed. fp8flax.audit shows which. Float8CurrentScaling runs in FP8."
+            f"{kind} has no units for these dtypes or block scales: the FP8 values are multiplied in a "
+            "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
         )
     else:
         return

@@ -40,6 +40,10 @@ def test_the_target_comes_before_the_first_device():
 
 BLOCKS, MX = fp8.Float8BlockScaling(), fp8.MXFP8BlockScaling()
 BLOCKS_F32 = fp8.Float8BlockScaling(use_f32_scales=True)
+E4M3 = jnp.float8_e4m3fn
+CURRENT_BY_BLOCKS = fp8.CustomRecipe(
+    forward=fp8.GemmRecipe(lhs=fp8.CurrentQuantizer(dtype=E4M3), rhs=fp8.BlockQuantizer(dtype=E4M3))
+)
 E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 
 
@@ -52,9 +56,12 @@ E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
         (BLOCKS, 10.0, False),
         (BLOCKS_F32, 10.0, True),
         (E5M2_TWICE, 10.0, True),
+        (fp8.Float8CurrentScaling(), 9.0, False),
+        (fp8.Float8CurrentScaling(fp8_format=fp8.Format.HYBRID_FNUZ), 9.0, True),
+        (CURRENT_BY_BLOCKS, 9.0, True),
     ],
 )
-def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(recipe, capability, is_told, monkeypatch):
+def test_who_is_told_that_fp8_is_multiplied_in_a_wide_dtype(recipe, capability, is_told, monkeypatch):
     monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
     dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe)
     with warnings.catch_warnings(record=True) as caught:
