@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.observe import is_calibrating, mode, report_amax
+from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report_amax
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
@@ -29,7 +29,7 @@ from fp8flax._core.quantize import (
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.state.state import ScalingState, check_state_dtype, on_cotangent, step_scale
+from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scale
 
 
 def _checked(

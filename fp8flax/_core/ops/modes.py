@@ -19,6 +19,7 @@ from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
 from fp8flax._core.observe import (
     is_calibrating,
     mode,
+    on_cotangent,
     report,
     report_amax,
 )
@@ -37,7 +38,7 @@ from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import quantized_and_back
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import on_cotangent, step_scale, with_digests
+from fp8flax._core.state.state import step_scale, with_digests
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:

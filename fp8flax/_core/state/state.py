@@ -12,7 +12,7 @@ a state is always its ``next_state``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,9 +123,7 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
     ((digest, history),) = with_digests([state])
     # ``jax.checkpoint`` keeps the arguments of the function: a history that it does not read is left out.
     is_read = _place_in_digest(quantizer) is None
-    read = lax.stop_gradient(from_max_dtype(history)) if is_read else None
-    scale = _read_scale(quantizer, digest, read)
-    return on_cotangent(_cotangent_of_digest, scale, (digest, scale))
+    return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)) if is_read else None)
 
 
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
@@ -144,25 +142,23 @@ def _read_scale(quantizer: DelayedQuantizer, digest: jax.Array, history: jax.Arr
     return named_scaling(scale_of(quantizer, state))
 
 
-@jax.jit
-def _cotangent_of_digest(amax: jax.Array, args: Any) -> Any:
+_step_scale = jax.custom_vjp(_read_scale, nondiff_argnums=(0,))
+
+
+def _step_scale_fwd(quantizer: DelayedQuantizer, *state: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the scale, also as the residual."""
+    scale = _read_scale(quantizer, *state)
+    return scale, scale
+
+
+@partial(jax.jit, static_argnums=0)
+def _step_scale_bwd(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) -> Any:
     """Returns the cotangent of the digest: the scale and the amax of this step."""
-    _, scale = args
-    return None, (to_digest(*(x[..., None] for x in (scale, amax, jnp.zeros_like(scale)))), None)
+    del quantizer
+    return to_digest(*(x[..., None] for x in (scale, amax, jnp.zeros_like(scale)))), None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
-    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
-
-    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for the innermost gradient only.
-    """
-    del f, args
-    return x
-
-
-on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))
+_step_scale.defvjp(_step_scale_fwd, _step_scale_bwd)
 
 
 # The state after a step.
