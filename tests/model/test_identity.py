@@ -92,14 +92,13 @@ PARTS = {
     "w": lambda x, w: x @ w,
     "w-T": lambda x, w: x @ w.T,
     "w-axis0-0-4": lambda x, w: x[:, :4] @ w[:4],
-    "w-axis1-0-4": lambda x, w: x @ w[:, :4],
+    "w-axis1-0-4": lambda x, w: x @ (2 * w[:, :4]),
     "w-axis1-4-8": lambda x, w: x @ jnp.split(w, 2, axis=1)[1],
     "w-axis1-0-4-T": lambda x, w: x[:, :4] @ w[:, :4].T,
     "w-8x2x4-axis1-1": lambda x, w: x @ w.reshape(8, 2, 4)[:, 1],
     "w-T-8x2x4-axis1-1": lambda x, w: x @ w.T.reshape(8, 2, 4)[:, 1],
     "w-axis1-0-2-w-axis1-6-8": lambda x, w: x @ jnp.concatenate([w[:, :2], w[:, 6:]], 1),
 }
-
 
 CHANGES = {
     "as it is": lambda w: w,

@@ -71,7 +71,6 @@ MISTAKES = {
     "nothing to freeze": (lambda: fp8.freeze(LAYER, {"params": params()}, X), r"fp8flax\.report"),
     "frozen twice": (lambda: fp8.freeze(*frozen(), X), "frozen already"),
     "frozen too early": (lambda: fp8.calibrate(frozen()[0].apply, frozen()[1], [X]), "before freeze"),
-    "no inputs": (lambda: fp8.report(MODEL8), "positional argument"),
 }
 
 
