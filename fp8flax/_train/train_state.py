@@ -12,8 +12,8 @@ import flax.training.dynamic_scale
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.dtypes import float0
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
@@ -62,17 +62,13 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         @functools.wraps(fun)
         def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
             (value, aux), grads = value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
-
-            def of_numbers(f: Callable[[Any], Any], of_others: Callable[[Any], Any]) -> Any:
-                """Maps ``f`` over the gradients that are floats, and not over state."""
-                return map_state(
-                    of_others, lambda g: (of_others if g.dtype == jax.dtypes.float0 else f)(g), grads
-                )
-
-            grads = of_numbers(lambda g: g.astype(jnp.float32) / self.scale, lambda g: g)
+            # An integer has no gradient: its dtype is float0.
+            grads = map_state(
+                lambda s: s, lambda g: g if g.dtype == float0 else g.astype(jnp.float32) / self.scale, grads
+            )
             if axis_name is not None:
                 grads = pmean_gradients(grads, axis_name)
-            finite = of_numbers(lambda g: jnp.isfinite(g).all(), lambda g: np.True_)
+            finite = map_state(lambda s: True, lambda g: g.dtype == float0 or jnp.isfinite(g).all(), grads)
             slope = jnp.where(functools.reduce(jnp.logical_and, jax.tree.leaves(finite)), 1.0, jnp.nan)
             # Flax's method computes the next scale, from a gradient that is as finite as all gradients.
             after = super(DynamicScale, self).value_and_grad(lambda x: slope * x)(0.0)
