@@ -103,15 +103,13 @@ def _filled(
     places = Places.of(paths, leaves)
     states = places.states(leaves)
     # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
-    numbers, count = [], 0
-    for scale, _ in states:
-        numbers.append(count + np.arange(scale.size).reshape(scale.shape))
-        count += scale.size
+    starts = np.cumsum([0, *(scale.size for scale, _ in states)])
+    numbers = [i + np.arange(scale.size).reshape(scale.shape) for (scale, _), i in zip(states, starts)]
     places.put(leaves, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
     observing = Observing(calibrates=True, backward=backward)
     reports = (collect(observing, run, treedef.unflatten(leaves), variables, batch) for batch in batches)
     tensors = [path_str(paths[j]) for _, j in places.pairs]
-    amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), count, backward)
+    amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), starts[-1], backward)
     for k, (old, n) in enumerate(zip(states, numbers)):
         if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
             states[k] = calibrated_state(quantizer, old, _put(amaxes[n], old.scale))

@@ -119,11 +119,10 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     ``fun(variables, microbatch)`` returns a scalar, or with ``has_aux`` a pair ``(scalar, aux)``.
 
     Returns:
-        A function of two positional arguments, ``(variables, microbatches)``, with the results of
-        ``value_and_grad``, but zeros as the gradients of integers. The ``aux`` of all microbatches are
-        stacked. To differentiate several arguments, pass a tuple of them as ``variables``. The first
-        dimension of each leaf of ``microbatches`` is their number, as in ``jax.lax.scan``;
-        ``jax.random.split`` makes a key for each.
+        A function of ``(variables, microbatches)`` with the results of ``value_and_grad``, but zeros as the
+        gradients of integers. The ``aux`` of all microbatches are stacked. For several arguments, pass a
+        tuple of them as ``variables``. The first dimension of each leaf of ``microbatches`` is their
+        number, as in ``jax.lax.scan``; ``jax.random.split`` makes a key for each.
 
     Raises:
         ValueError: (when called) there is no microbatch, or the first dimensions differ.

@@ -62,8 +62,7 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         @functools.wraps(fun)
         def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
             (value, aux), grads = value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
-            # An integer has no gradient: its dtype is float0.
-            grads = map_state(
+            grads = map_state(  # an integer has no gradient, and the dtype float0
                 lambda s: s, lambda g: g if g.dtype == float0 else g.astype(jnp.float32) / self.scale, grads
             )
             if axis_name is not None:
