@@ -174,18 +174,14 @@ class TestCustom:
         np.testing.assert_array_equal(state["kernel_amax_history"], [np.abs(self.w).max(), 0, 0])
         assert all(np.isfinite(grad).all() for grad in grads)
 
+    blocks = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 16))
+    tensorwise = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
+
     @pytest.mark.parametrize(
-        "forward",
-        [
-            fp8.GemmRecipe(rhs=fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn)),
-            fp8.GemmRecipe(
-                lhs=fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 16)),
-                rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn),
-            ),
-        ],
-        ids=["a wide operand", "a tensorwise operand"],
+        ("lhs", "rhs"), [(None, blocks), (blocks, tensorwise), (tensorwise, blocks)], ids=str
     )
-    def test_blocks_meet_another_kind(self, forward):
+    def test_blocks_meet_another_kind(self, lhs, rhs):
+        forward = fp8.GemmRecipe(lhs=lhs, rhs=rhs)
         run = vjp_of(fp8.CustomRecipe(forward=forward))
         out, dx, dw = run(self.x, self.w, np.ones((16, 32), np.float32))
         x8, w8 = with_reference(forward.lhs, self.x, 1), with_reference(forward.rhs, self.w, 0)
