@@ -120,9 +120,9 @@ def test_13_other_formats_are_honoured(fp8_format, largest, largest_gradient):
     op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(fp8_format=fp8.Format[fp8_format]))
     x, w, dims = jnp.full((1, 1), 1e6), jnp.ones((1, 1)), (((1,), (0,)), NO_BATCH)
     variables = variables_of(op, x, w, dims)
-    out, vjp = jax.vjp(lambda w: op.apply(variables, x, w, dims), w)
+    out, vjp = jax.vjp(lambda v, w: op.apply(v, x, w, dims), variables, w)
     assert out[0, 0] == largest
-    assert vjp(jnp.full((1, 1), 1e6))[0][0, 0] == largest * largest_gradient
+    assert vjp(jnp.full((1, 1), 1e6))[1][0, 0] == largest * largest_gradient
 
 
 def test_16_a_cast_of_all_variables():
