@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ _jit_key: Any = jax.make_user_context(None)
 """The ``_Ambient`` that the code of a thread runs under; None outside of ``autocast``."""
 
 
-@functools.lru_cache(maxsize=1024)
 class _Ambient:
     """Holds an ambient recipe: a ``CustomRecipe``, None for each op's default, or ``_OFF``.
 
@@ -29,15 +28,21 @@ class _Ambient:
     while this thread reads it.
     """
 
+    __slots__ = ("__weakref__", "recipe")
+
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
+
+
+_ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDictionary()
+"""The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
 
     def __init__(self, recipe: Any) -> None:
-        self._ambient = _Ambient(recipe)
+        self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
         self._local = threading.local()
         """Each thread has its own list ``settings`` here: JAX's contexts, from the outermost."""
 

@@ -202,6 +202,7 @@ def kept_state(old: ScalingState, new: ScalingState) -> ScalingState:
     )
 
 
+@partial(jax.jit, static_argnums=0)
 def calibrated_state(
     quantizer: DelayedQuantizer, old: ScalingState, amax: Float32[jax.Array, "*scale"]
 ) -> ScalingState:
