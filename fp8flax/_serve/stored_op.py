@@ -296,5 +296,5 @@ def computed(
     scale = scales[KERNEL_SCALE]
     # ``_stored`` gives a scalar scale the shape (1,).
     kernel = QTensor(codes, scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs)
-    frozen = {role: scales[name] for role, name in _SCALES.items() if name in scales}
-    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, frozen=frozen, **keywords)
+    input_scale = scales.get(INPUT_SCALE)
+    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, input_scale=input_scale, **keywords)

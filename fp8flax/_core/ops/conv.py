@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
-from fp8flax._core.ops.contract import STATELESS, Scales, States
+from fp8flax._core.ops.contract import STATELESS, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
@@ -97,7 +97,6 @@ def fp8_conv_general_dilated(
     *arguments: Any,
     states: States = STATELESS,
     recipe: Recipe,
-    frozen: Scales | None = None,
 ) -> Float[jax.Array, "*output"]:
     """Computes ``Conv`` in FP8; ``modes.run`` explains the last arguments.
 
@@ -132,14 +131,13 @@ def fp8_conv_general_dilated(
                 return _convolved(out.dtype, params, lhs, rhs)
 
         plan = FakeQuantized.of(convolve, lhs, rhs, gemms)
-        return run(plan, lhs, rhs, states=states, frozen=frozen)
+        return run(plan, lhs, rhs, states=states)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
     # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
     contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
     dims = contract, ((), ())
-    options: Any = {"states": states, "recipe": recipe, "frozen": frozen}
-    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, **options)
+    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, states=states, recipe=recipe)
     return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
 
 

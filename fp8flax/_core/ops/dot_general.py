@@ -20,7 +20,6 @@ from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Operand,
-    Scales,
     States,
     explicit_axes,
     explicit_sharding,
@@ -232,7 +231,7 @@ def fp8_dot_general(
     states: States = STATELESS,
     recipe: Recipe,
     form: str = "direct",
-    frozen: Scales | None = None,
+    input_scale: jax.Array | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
@@ -245,7 +244,8 @@ def fp8_dot_general(
     arguments = dimension_numbers, precision, preferred_element_type
     make_plan = dot_plan if form == "direct" else _qdq_plan
     plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    return run(plan, lhs, rhs if isinstance(rhs, QTensor) else wide, states=states, frozen=frozen)
+    kernel = rhs if isinstance(rhs, QTensor) else wide
+    return run(plan, lhs, kernel, states=states, input_scale=input_scale)
 
 
 class DotGeneral(Op):

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import is_wide_float
@@ -66,7 +65,7 @@ def run(
     rhs: jax.Array | QTensor,
     *,
     states: States = STATELESS,
-    frozen: Scales | None = None,
+    input_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the result of a contraction, in the ambient ``mode``.
 
@@ -74,7 +73,7 @@ def run(
         plan, lhs: the contraction and its input.
         rhs: the kernel, a wide float; or the kernel of a frozen model, from ``packed_kernel``.
         states: scaling states of the roles that have delayed scaling.
-        frozen: the delayed scales of operands in a frozen model. Gradients then stay wide.
+        input_scale: the delayed scale of the input of a frozen kernel. Gradients then stay wide.
     """
     recipe, is_qdq = plan.recipe, isinstance(plan, FakeQuantized)
     on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
@@ -82,11 +81,11 @@ def run(
     if not any(recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return wide(lhs, rhs)
+    if isinstance(rhs, QTensor):
+        warn_if_emulated(recipe.forward)
+        return on_axes(_frozen)(lhs, rhs, {} if input_scale is None else {"input": input_scale})
     if not (is_qdq or is_calibrating()):
-        backward = () if frozen is not None else (recipe.dgrad, recipe.wgrad)
-        warn_if_emulated(recipe.forward, *backward)
-    if frozen is not None:
-        return on_axes(_frozen_qdq if is_qdq else _frozen)(lhs, rhs, frozen)
+        warn_if_emulated(recipe.forward, recipe.dgrad, recipe.wgrad)
     state_of = {role: states[role] for role in recipe.delayed}
     with_digest = zip(state_of, with_digests(list(state_of.values())))
     scales = {role: step_scale(recipe.delayed[role], state) for role, state in with_digest}
@@ -151,51 +150,25 @@ def _run_qdq(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: S
 # Frozen.
 
 
-# With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
-# dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
+# With straight-through quantization q, the derivative of q(x) . q(w) in the direction dx is dx . q(w).
+# Tangents and cotangents have no scales, so they stay wide. Codes are not differentiated.
 @jax.custom_jvp
 @jax.jit
-def _frozen(plan: Any, lhs: jax.Array, rhs: Any, scales: Scales) -> jax.Array:
-    """Returns the forward product of quantized operands."""
-    x = quantized_once(plan, "input", lhs, scales)
-    if isinstance(rhs, QTensor):
-        w, product = plan.restored(rhs), plan.product(FORWARD, is_stored=True)
-    else:
-        w, product = quantized_once(plan, "kernel", rhs, scales), plan.product(FORWARD)
+def _frozen(plan: Any, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.Array:
+    """Returns the forward product of an input and the kernel of a frozen model."""
+    x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output", product(x, w))
+        out: jax.Array = plan.original("output", plan.product(FORWARD, is_stored=True)(x, w))
     return out
 
 
-@partial(_frozen.defjvp, symbolic_zeros=True)
+@_frozen.defjvp
 def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
-    (plan, lhs, rhs, scales), (_, dx, dw, _) = primals, tangents
-    terms = []
+    """Returns the result of ``_frozen`` and its tangent."""
+    (plan, _, kernel, _), (_, dx, *_) = primals, tangents
+    w = plan.original("kernel", plan.restored(kernel).dequantize(plan.rhs.dtype))
     with jax.named_scope(KEPT_WIDE):
-        if not isinstance(dx, SymbolicZero):
-            terms.append(plan.wide(dx, _values(plan, "kernel", rhs, scales)))
-        if not isinstance(dw, SymbolicZero | QTensor):  # a stored kernel is not differentiated
-            terms.append(plan.wide(_values(plan, "input", lhs, scales), dw))
-    return _frozen(plan, lhs, rhs, scales), sum(terms[1:], terms[0])
-
-
-def _values(plan: Any, role: str, x: Any, scales: Scales) -> jax.Array:
-    """Returns the values of a quantized operand, wide and in its own shape."""
-    if isinstance(x, QTensor):
-        values = plan.restored(x).dequantize(plan.rhs.dtype)
-    else:
-        (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
-        x = plan.canonical(role, x)
-        values = quantized_and_back(quantizer, x, dims, scales.get(role))
-    original: jax.Array = plan.original(role, values)
-    return original
-
-
-def _frozen_qdq(plan: Contraction, lhs: jax.Array, rhs: Any, scales: Scales) -> jax.Array:
-    """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
-    x, w = (_values(plan, role, x, scales) for role, x in (("input", lhs), ("kernel", rhs)))
-    return plan.wide(x, w)
+        return _frozen(*primals), plan.wide(dx, w)
 
 
 # Observing.

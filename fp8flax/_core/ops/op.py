@@ -16,7 +16,7 @@ from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
-from fp8flax._core.ops.contract import STATELESS, Contraction, Scales, States
+from fp8flax._core.ops.contract import Contraction, States
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState, check_state_dtype
@@ -56,7 +56,7 @@ class Op:
     plain: ClassVar[Callable[..., jax.Array]]
     """``plain(lhs, rhs, *arguments)`` computes the op without FP8."""
     in_fp8: ClassVar[Callable[..., jax.Array]]
-    """``in_fp8(lhs, rhs, *arguments, states=, recipe=, frozen=)`` computes the op in FP8.
+    """``in_fp8(lhs, rhs, *arguments, states=, recipe=)`` computes the op in FP8.
 
     See ``modes.run``. It also takes ``form=`` if the op ``has_form``, and a stored kernel as ``rhs`` if it
     has a ``plan``."""
@@ -170,17 +170,16 @@ class OpBase:
         lhs: Any,
         rhs: Any,
         *arguments: Any,
-        frozen: Scales | None = None,
         **keywords: Any,
     ) -> jax.Array:
-        """Returns the result, not in FP8 if the recipe is None; ``modes.run`` explains ``frozen``."""
+        """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
-        if self.row.has_form and frozen is None:
+        if self.row.has_form:
             keywords["form"] = self.form
-        states = self._states(recipe, jnp.shape(rhs)) if frozen is None else STATELESS
-        keywords |= {"states": states, "recipe": recipe, "frozen": frozen}
+        states = self._states(recipe, jnp.shape(rhs))
+        keywords |= {"states": states, "recipe": recipe}
         with in_op(self._place):
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
         for state in states.values():

@@ -20,7 +20,6 @@ from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
     Operand,
-    Scales,
     States,
     explicit_sharding,
 )
@@ -104,7 +103,6 @@ def fp8_ragged_dot(
     *,
     states: States = STATELESS,
     recipe: Recipe,
-    frozen: Scales | None = None,
 ) -> Float[jax.Array, "rows columns"]:
     """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
 
@@ -125,7 +123,7 @@ def fp8_ragged_dot(
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
     )
-    return run(plan, lhs, rhs, states=states, frozen=frozen)
+    return run(plan, lhs, rhs, states=states)
 
 
 class RaggedDot(Op):
