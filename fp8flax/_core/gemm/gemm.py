@@ -32,11 +32,11 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_MX,
     absent_gpu,
     are_positive,
-    compiles_algorithms,
     compute_capability,
     fits_kernels,
     has_units_for_blocks,
     is_hopper,
+    takes_algorithms,
 )
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
@@ -270,13 +270,13 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     gathered once more.)
     """
     algorithm, precision = _ALGORITHMS[gemm.accumulation]
-    takes_algorithms = absent_gpu() is None or compiles_algorithms()
+    has_algorithms = absent_gpu() is None or takes_algorithms[0]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(dims=(((2,), (0,)), ((), ())))
     with jax.named_scope(CUBLASLT):
-        out = _dot(gemm, left, row_major(b.codes), dtype, algorithm if takes_algorithms else precision)
+        out = _dot(gemm, left, row_major(b.codes), dtype, algorithm if has_algorithms else precision)
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
 

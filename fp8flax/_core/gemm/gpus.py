@@ -153,12 +153,10 @@ def absent_gpu() -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if device.device_kind in (gpu.name, gpu.pallas_name)), None)
 
 
-def compiles_algorithms() -> bool:
-    """Returns whether JAX compiles an FP8 dot with a ``DotAlgorithmPreset`` for an absent GPU.
+takes_algorithms = [True]
+"""Whether JAX compiles an FP8 dot with a ``DotAlgorithmPreset`` for an absent GPU, in a list of one.
 
-    Without the GPU, JAX 0.12 writes programs in a version of StableHLO that has no such algorithms.
-    """
-    return jax.__version_info__ < (0, 12)
+It is the same for a whole process. The audit finds it out before it traces a program."""
 
 
 def compute_capability() -> float:
