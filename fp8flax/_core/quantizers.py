@@ -245,7 +245,9 @@ class BlockQuantizer(Quantizer):
         blocks, within = split_blocks(x, block)
         values, new_scale = self.scaled(blocks.astype(jnp.float32), finite_amax(blocks, within), quotient)
         if self.scale == "e8m0":
-            new_scale = new_scale.astype(jnp.float8_e8m0fnu)  # exact
+            # By its bits, because XLA cannot send E8M0 numbers between GPUs.
+            exponent = lax.bitcast_convert_type(new_scale, jnp.int32) >> np.int32(23)
+            new_scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
         codes = join_blocks(saturated(values, self.dtype), x.shape, block)
         return QTensor(codes, lax.squeeze(new_scale, within), self, block)
 

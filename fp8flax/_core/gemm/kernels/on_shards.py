@@ -115,15 +115,27 @@ def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) 
 
         return mesh, compute, [*map(sharding, results)], tuple(map(sharding, operands))
 
-    # The rule by which Shardy propagates shardings: a factor for each letter, which is as large as the
-    # smallest of its dimensions, the number of blocks. A dimension without a letter has its own factor.
-    others = map("u{}".format, itertools.count())
-    of_arrays = [
-        " ".join(next(others) if x == "-" else x for x in dims.lower()) for dims in operands + results
-    ]
-    rule = f"{', '.join(of_arrays[: len(operands)])} -> {', '.join(of_arrays[len(operands) :])}"
+    def rule(mesh: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
+        """Returns the rule by which Shardy propagates shardings: one factor for each letter.
+
+        The factor is as large as the smallest of its dimensions, the number of blocks. If that is no
+        multiple of the number of devices, the dimensions of blocks have factors of their own, as those
+        without a letter have: Shardy could split them unevenly. ``partition`` splits them alike.
+        """
+        arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
+        others = map("u{}".format, itertools.count())
+
+        def factor(one: str, n: int) -> str:
+            is_apart = one == "-" or (one.isupper() and _count(one.lower(), arrays) % mesh.size)
+            return next(others) if is_apart else one.lower()
+
+        texts = [" ".join(map(factor, dims, x.shape)) for dims, x in arrays]
+        text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
+        used = {factor for text in texts for factor in text.split()}
+        return text, {"reduction_factors": tuple(x for x in summed if x in used)}
+
     split = custom_partitioning(kernel)
-    split.def_partition(partition, sharding_rule=rule, reduction_factors=tuple(summed))
+    split.def_partition(partition, sharding_rule=rule)
     return split
 
 
