@@ -17,7 +17,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
     Each op computes, bit for bit, what it computes in ``model``; with ``form="qdq"``, what its direct form
     computes. (Under ``jax.jit``, XLA may fuse the code between the ops differently.) Delayed scales become
-    those that the next step would use. Recipes without state continue to scale inputs from the current data.
+    those that the next step would use. Recipes without state continue to scale inputs from current data.
 
     A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
     at most cast, reshaped or transposed, and nothing else reads it. In NNX the matmul must be that of a
