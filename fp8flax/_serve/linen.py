@@ -24,7 +24,7 @@ codes and scales are where a converted model has its scaling state, see ``state_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -98,13 +98,13 @@ def freeze(
     seen: dict[Path, SeenOp] = {}
     recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
     read = _trace(recording, unboxed, calls)
-    state = leaves_of(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
+    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
     ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only)
     served = {**boxed, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # The ops of wide kernels keep their state, if they still compute in FP8.
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    if kept := {path: x for path, x in state.items() if path[:-1] in wide}:
+    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
     return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
 
@@ -138,28 +138,26 @@ class RecordingCall(Call):
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         # The record outlives the call, so it must not hold arrays.
-        found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
+        plan = op.row.plan and partial(op.row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
+        found = SeenOp(recipe.gemms, kernel, plan)
         before = self.seen.setdefault(op.path, found)
-        first, second = ((one.kernel, one.args[1]) for one in (before, found))
-        if first != second:  # one op multiplies by several kernels
-            both = [one.kernel for one in (before, found) if one.kernel is not None]
-            kernel = Origin(tuple(source for each in both for source in each.sources), None)
-            self.seen[op.path] = found._replace(kernel=kernel)
+        if before.kernel != kernel:  # one op multiplies by several kernels
+            both = [one for one in (before.kernel, kernel) if one is not None]
+            sources = tuple(source for each in both for source in each.sources)
+            self.seen[op.path] = found._replace(kernel=Origin(sources))
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
 
 
-def _replaced(
-    params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
-) -> Any:
-    """Returns parameters with ``new`` arrays in their boxes, with ``more`` arrays, and without ``less``."""
+def _replaced(params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any]) -> Any:
+    """Returns parameters with ``new`` arrays in their boxes, and with ``more`` arrays."""
     unboxed = nn.meta.unbox(params)
     arrays = jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), unboxed)
     params = nn.meta.replace_boxed(params, arrays)
-    flat = {**flax.traverse_util.flatten_dict(params, keep_empty_nodes=True), **more}
-    return flax.traverse_util.unflatten_dict({path: x for path, x in flat.items() if path not in less})
+    flat = flax.traverse_util.flatten_dict(params, keep_empty_nodes=True)
+    return flax.traverse_util.unflatten_dict({**flat, **more})
 
 
 # Running.
@@ -190,7 +188,7 @@ class ServingCall(Call):
                 wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
         state = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
         served = flax.traverse_util.unflatten_dict(codes | scales | state)
-        return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
+        return merged({PARAMS: _replaced(params, wide, {}), OVERWRITE_WITH_GRADIENT: served})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
@@ -216,4 +214,4 @@ class ServingCall(Call):
                 "Pass the variables that fp8flax.freeze returned."
             )
         codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
-        return computed(op.row, served.gemms, codes, arrays, lhs, *rest, **keywords)
+        return computed(op.row, served.gemms, arrays, lhs, codes, *rest, **keywords)
