@@ -31,6 +31,8 @@ from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of dimensions of an array, counted without those that stack layers."""
 
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
@@ -55,15 +57,6 @@ class SeenOp(NamedTuple):
         return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
 
-class Layout(NamedTuple):
-    """The dimensions of a kernel, counted without those by which layers are stacked."""
-
-    out: tuple[int, ...]
-    """The dimensions of the output."""
-    summed: tuple[int, ...]
-    """The dimensions that the matmul sums over."""
-
-
 class ServedOp(NamedTuple):
     """Description of an op in a frozen model (hashable).
 
@@ -76,8 +69,10 @@ class ServedOp(NamedTuple):
     """The names of its scales in the variables."""
     kernel: Path | None = None
     """The path of the parameter in FP8 that is the kernel."""
-    layout: Layout | None = None
-    """The layout of the kernel; None if the op does not read it as it is stored."""
+    layout: Groups | None = None
+    """The output dimensions and the summed dimensions of the kernel, without those that stack layers.
+
+    None if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
 
@@ -227,7 +222,7 @@ def _stored(
     (_, summed), (_, batch) = plan.dimension_numbers
     is_as_stored = not batch and origin.is_one_parameter and stacked == tuple(range(len(stacked)))
     out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
-    layout = Layout(out, summed) if is_as_stored else None
+    layout = (out, summed) if is_as_stored else None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
     return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
 
