@@ -183,7 +183,7 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
     is_wide, dtype = _is_wide(leaf.dtype), getattr(tensor.codes if is_quantized else tensor, "dtype", None)
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
-    num_summed = _num_summed_of(path, leaf.shape, name, tensor)
+    is_swapped = _is_swapped(path, leaf.shape, name, tensor)
     if not (dtype == leaf.dtype or (is_wide and (is_quantized or _is_wide(dtype)))):
         raise ValueError(
             f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales"
@@ -195,13 +195,13 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
         else:
             with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
                 array = np.asarray(tensor).astype(leaf.dtype)
-        return (array.swapaxes(-1, -2) if num_summed else array).reshape(leaf.shape)
+        return (array.swapaxes(-1, -2) if is_swapped else array).reshape(leaf.shape)
 
     makers: Makers = {path: make}
     if not is_quantized or is_wide:
         return makers
     scales = [p for p in leaves if _is_scale(p) and p[:-2] == path[:-1]]
-    if not num_summed or [p[-1] for p in scales].count(KERNEL_SCALE) != 1:
+    if not is_swapped or [p[-1] for p in scales].count(KERNEL_SCALE) != 1:
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
             "Load the wide model, and freeze it"
@@ -209,7 +209,7 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
     for place in scales:
         like = leaves[place]
         if place[-1] == KERNEL_SCALE:
-            given, scale = tensor.scale, _kernel_scale(tensor, leaf.shape, num_summed, like)
+            given, scale = tensor.scale, _kernel_scale(tensor, leaf.shape, like)
         else:
             given, size = tensor.input_scale, math.prod(like.shape)
             scale = None if given is None or given.size != size else given.reshape(like.shape)
@@ -228,10 +228,8 @@ def _is_wide(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def _num_summed_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> int:
-    """Returns the number of summed dimensions of the kernel that a tensor ``(..., out, in)`` becomes.
-
-    The number is 0 if the tensor is in the order of the variable.
+def _is_swapped(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> bool:
+    """Returns whether a tensor is a weight ``(..., out, in)``, and not in the order of the variable.
 
     Raises:
         ValueError: the tensor does not have the shape of the variable, or may have it in both orders.
@@ -245,21 +243,20 @@ def _num_summed_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -
             allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
         if given not in allowed:
             raise ValueError(f"it must have the shape {list(shape)}, and has {list(given)}")
-        return 0
+        return False
     # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
     is_stack = is_quantized and len(given) > 2
-    num_summed = _num_summed(given, shape) if is_stack or len(given) == 2 else 0
+    is_swapped = (is_stack or len(given) == 2) and _num_summed(given, shape) > 0
     # Fused experts of other libraries may be (experts, in, out).
-    may_be_swapped = is_stack and not is_weight
-    is_swapped = may_be_swapped and _num_summed((*given[:-2], given[-1], given[-2]), shape) > 0
-    if num_summed and is_swapped:
+    is_fused = is_stack and not is_weight and _num_summed((*given[:-2], given[-1], given[-2]), shape) > 0
+    if is_swapped and is_fused:
         raise ValueError(
             f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
             "Pass a dict with the array that dequantize returns, in the variable's order"
         )
-    if not (num_summed or is_swapped):
+    if not (is_swapped or is_fused):
         raise ValueError(f"a weight (out, in) of shape {list(given)} does not become {list(shape)}")
-    return num_summed
+    return is_swapped
 
 
 def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
@@ -269,34 +266,32 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
     summed over, and then those of the output, as in the layers of Flax.
     """
     *stack, out, width = weight
-    dims = list(kernel)[len(stack) :]
+    own_stack, dims = list(kernel[: len(stack)]), kernel[len(stack) :]
     for k in range(1, len(dims)):
-        if [*stack, width, out] == [*kernel[: len(stack)], math.prod(dims[:k]), math.prod(dims[k:])]:
+        if [*own_stack, math.prod(dims[:k]), math.prod(dims[k:])] == [*stack, width, out]:
             return k
     return 0
 
 
-def _kernel_scale(
-    weight: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, like: Any
-) -> np.ndarray | None:
+def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) -> np.ndarray | None:
     """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
 
     Args:
         weight: the weight in the file, ``(..., out, in)``.
-        kernel: the shape of the frozen kernel: stacked dimensions, summed dimensions, output dimensions.
-        num_summed: how many of its dimensions are summed over.
+        kernel: the shape of the frozen kernel.
         like: the scale of the frozen model, with a shape and a dtype.
     """
     *stack, out, width = weight.shape
+    num_summed = _num_summed(weight.shape, kernel)
     rows, columns = (1, 32) if like.dtype.itemsize == 1 else (128, 128)
     whole = max(1, out), max(1, width)
     # The shape of the frozen scale shows how many elements of the weight share a scale.
     kinds = (
-        ((*stack, 1), whole),
-        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, whole[1])),
-        ((*stack, 1, -(-out // rows), -(-width // columns)), (rows, columns)),
+        ((1,), whole),
+        ((*(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, whole[1])),
+        ((1, -(-out // rows), -(-width // columns)), (rows, columns)),
     )
-    blocks = {tuple(map(min, whole, block)) for shape, block in kinds if shape == tuple(like.shape)}
+    blocks = {tuple(map(min, whole, block)) for shape, block in kinds if like.shape == (*stack, *shape)}
     given = tuple(map(min, whole, weight.block[-2:]))
     can_hold = like.dtype in (weight.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     # One scale per tensor serves all kinds.
