@@ -74,10 +74,7 @@ class CheckpointTensor(NamedTuple):
         return self.codes.shape
 
     def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
-        """Returns codes times scales.
-
-        The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
-        """
+        """Returns codes times scales, computed in float32 (for float64 in float64), in ``dtype``."""
         all_codes, scale = np.atleast_1d(self.codes, self.scale)
         result = np.empty(all_codes.shape, dtype)
         wide = np.float64 if result.dtype == np.float64 else np.float32
@@ -96,7 +93,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     A weight in FP8 comes with its scales, as an object with these attributes:
 
-    * ``codes``: the FP8 codes, as in the file
+    * ``codes``: the FP8 codes, such as ``(out, in)``, with the bits of the file
     * ``scale``: the scales, one per block, with as many dimensions as the codes
     * ``block``: the size of a block in each dimension; the last block of a dimension may be smaller
     * ``input_scale``: the fixed scale of the layer's input, or None
@@ -113,9 +110,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
             ``model.safetensors.index.json`` and its files.
-
-    Returns:
-        Arrays and quantized tensors by their names in the files.
 
     Raises:
         OSError: there is no such file, or it cannot be read.

@@ -51,11 +51,9 @@ def save_safetensors(
     their names, such as ``embed.embedding``. NNX's random number generators are left out. Equal variables
     give equal files. ``load_into`` reads the file into a model.
 
-    These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    The metadata of the file contain the matching ``quantization_config`` for a ``config.json``: ``fp8`` for
-    128×128 blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is no such
-    config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one
-    model.
+    The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
+    blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is none for MXFP8,
+    for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -68,7 +66,7 @@ def save_safetensors(
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
 
     Raises:
-        OSError: a file cannot be written, for instance because the disk is full.
+        OSError: a file cannot be written.
         TypeError: ``model`` does not come from ``freeze``, or ``rename`` is neither a mapping nor a
             function.
         ValueError: two variables would have one name; a variable has a dtype that files do not hold; a
@@ -86,7 +84,7 @@ def save_safetensors(
         >>> sorted(safetensors.safe_open(path, "np").keys())
         ['bias', 'model.proj.weight', 'model.proj.weight_scale']
 
-    Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
+    Source: the safetensors format; FP8 checkpoints as transformers and vLLM document them; DeepSeek-V3.
     """
     ops, arrays = front_of(model).described(model, variables)
     path = pathlib.Path(path)
@@ -109,9 +107,8 @@ def weights_for_serving(
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit, by
-    their names in the file. Put this function into ``jax.jit``, or ``nnx.jit``, as a function of the
-    variables: then one compiled program makes the tensors on the devices, and XLA derives their sharding
-    from that of the variables.
+    their names in the file. Under ``jax.jit`` or ``nnx.jit``, as a function of the variables, one compiled
+    program makes the tensors on the devices, sharded as the variables.
 
     Args, errors and warnings: as in ``freeze`` and, for ``rename``, in ``save_safetensors``.
 
@@ -119,14 +116,11 @@ def weights_for_serving(
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
         >>> x = jnp.ones((2, 4))
-        >>> variables = model8.init(jax.random.key(0), x)
         >>> rename = {"^kernel": "proj"}
         >>> weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, x, rename=rename))
-        >>> weights = weights_of(variables)
-        >>> {name: x.dtype.name for name, x in weights.items()}
-        {'bias': 'float32', 'proj.weight': 'float8_e4m3fn', 'proj.weight_scale': 'float32'}
-        >>> weights["proj.weight"].shape
-        (8, 4)
+        >>> weights = weights_of(model8.init(jax.random.key(0), x))
+        >>> {name: x.shape for name, x in weights.items()}
+        {'bias': (8,), 'proj.weight': (8, 4), 'proj.weight_scale': (1,)}
 
     Source: as for ``save_safetensors``.
     """
@@ -172,9 +166,9 @@ def _is_wide_kernel(path: Path, array: Any) -> bool:
 def _tensors_of(
     ops: Sequence[ServedOp], arrays: Mapping[Path, Any], rename: Rename | None
 ) -> dict[str, tuple[Path, Any]]:
-    """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
+    """Returns the tensors of a frozen model in a file or in a server, by their sorted names there.
 
-    The arrays are of NumPy or JAX. The path of each array comes before its tensor.
+    The path of each array of NumPy or JAX comes before its tensor.
     """
     in_file = _in_file(ops, arrays)
     new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename)
@@ -185,9 +179,8 @@ def _tensors_of(
         if _is_wide_kernel(path, array) and is_weight_name(name):
             if array.ndim != 2:
                 raise ValueError(
-                    f"rename makes a weight of {place}, of shape {array.shape}. A wide kernel that becomes "
-                    "a weight must have two dimensions: the input and the output. Give this kernel a name "
-                    "that ends in 'kernel'."
+                    f"rename makes a weight of {place}, of shape {array.shape}. Such a wide kernel must "
+                    "have two dimensions. Give this kernel a name that ends in 'kernel'."
                 )
             array = array.T
         if name in found:
