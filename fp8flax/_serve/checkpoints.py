@@ -57,23 +57,16 @@ _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
 
 class CheckpointTensor(NamedTuple):
-    """A quantized tensor of a checkpoint: each block of ``codes`` has one entry of ``scale``.
-
-    The arrays have the bits of the file. The codes are mapped from the file, and are read when they are
-    used.
+    """A quantized tensor of a checkpoint; ``read_checkpoint`` describes its attributes.
 
     The ``QTensor`` of the core cannot express what a file has, such as a scale in bfloat16 or blocks of any
     size. It also lies on a device as a whole, and a file may be larger than the memory.
     """
 
     codes: np.ndarray
-    """FP8 codes, such as ``(out, in)``."""
     scale: np.ndarray
-    """Factors of the codes, one per block, with as many dimensions as the codes."""
     block: tuple[int, ...]
-    """The size of a block in each dimension. The last block of a dimension may be smaller."""
     input_scale: np.ndarray | None
-    """The fixed scale of the layer's input; None if the file has none."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,10 +74,7 @@ class CheckpointTensor(NamedTuple):
         return self.codes.shape
 
     def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
-        """Returns codes times scales.
-
-        The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
-        """
+        """Returns codes times scales, computed in float32 (for float64 in float64), in ``dtype``."""
         all_codes, scale = np.atleast_1d(self.codes, self.scale)
         result = np.empty(all_codes.shape, dtype)
         wide = np.float64 if result.dtype == np.float64 else np.float32
@@ -103,15 +93,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     A weight in FP8 comes with its scales, as an object with these attributes:
 
-    * ``codes``: the FP8 codes, as in the file
+    * ``codes``: the FP8 codes, such as ``(out, in)``, with the bits of the file
     * ``scale``: the scales, one per block, with as many dimensions as the codes
     * ``block``: the size of a block in each dimension; the last block of a dimension may be smaller
     * ``input_scale``: the fixed scale of the layer's input, or None
     * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
     The scales are not listed under names of their own. All other tensors are NumPy arrays, also the parts
-    of int8, 4-bit and sparse weights. Arrays are read-only and mapped from the file, which must not change,
-    so they cost no memory before they are used.
+    of int8, 4-bit and sparse weights. Arrays are read-only and mapped from the file, which must not change.
+    They cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
     DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``. The
@@ -120,9 +110,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
             ``model.safetensors.index.json`` and its files.
-
-    Returns:
-        Arrays and quantized tensors by their names in the files.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -206,9 +193,7 @@ def _check_config(where: Path) -> None:
 
 def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
-    entries: dict[str, Any] = {}
-    parts: set[str] = set()
-    """The tensors that belong to the entry of another name."""
+    entries: dict[str, Any] = dict(tensors)
     for key, codes in tensors.items():
         torchao = _TORCHAO.fullmatch(key)
         if not torchao and codes.dtype not in _FLOAT8:
@@ -228,17 +213,13 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
         used = [*scales, *[one for one in inputs if one in tensors][:1]]
         entries[name] = _quantized(where, name, codes, *(tensors[one] for one in used))
-        parts |= {key, *used} - {name}
-    in_order = {name: entries.get(name, tensors.get(name)) for name in [*tensors, *entries]}
-    return {name: entry for name, entry in in_order.items() if name not in parts}
+        for part in {key, *used} - {name}:
+            entries.pop(part, None)
+    return entries
 
 
 def _quantized(
-    where: Path,
-    name: str,
-    codes: np.ndarray,
-    scale: np.ndarray,
-    input_scale: np.ndarray | None = None,
+    where: Path, name: str, codes: np.ndarray, scale: np.ndarray, input_scale: np.ndarray | None = None
 ) -> CheckpointTensor:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""
     if codes.dtype not in _FLOAT8:

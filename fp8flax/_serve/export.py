@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import freeze, front_of
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Layout, Path, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -51,11 +51,9 @@ def save_safetensors(
     their names, such as ``embed.embedding``. NNX's random number generators are left out. Equal variables
     give equal files. ``load_into`` reads the file into a model.
 
-    These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    The metadata of the file contain the matching ``quantization_config`` for a ``config.json``: ``fp8`` for
-    128×128 blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is no such
-    config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one
-    model.
+    The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
+    blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is none for MXFP8,
+    for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one model.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -68,7 +66,7 @@ def save_safetensors(
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
 
     Raises:
-        OSError: a file cannot be written, for instance because the disk is full.
+        OSError: a file cannot be written.
         TypeError: ``model`` does not come from ``freeze``, or ``rename`` is neither a mapping nor a
             function.
         ValueError: two variables would have one name; a variable has a dtype that files do not hold; a
@@ -86,7 +84,7 @@ def save_safetensors(
         >>> sorted(safetensors.safe_open(path, "np").keys())
         ['bias', 'model.proj.weight', 'model.proj.weight_scale']
 
-    Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
+    Source: the safetensors format; FP8 checkpoints as transformers and vLLM document them; DeepSeek-V3.
     """
     ops, arrays = front_of(model).described(model, variables)
     path = pathlib.Path(path)
@@ -109,9 +107,8 @@ def weights_for_serving(
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit, by
-    their names in the file. Put this function into ``jax.jit``, or ``nnx.jit``, as a function of the
-    variables: then one compiled program makes the tensors on the devices, and XLA derives their sharding
-    from that of the variables.
+    their names in the file. Under ``jax.jit`` or ``nnx.jit``, as a function of the variables, one compiled
+    program makes the tensors on the devices, sharded as the variables.
 
     Args, errors and warnings: as in ``freeze`` and, for ``rename``, in ``save_safetensors``.
 
@@ -119,14 +116,11 @@ def weights_for_serving(
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
         >>> x = jnp.ones((2, 4))
-        >>> variables = model8.init(jax.random.key(0), x)
         >>> rename = {"^kernel": "proj"}
         >>> weights_of = jax.jit(lambda v: fp8.weights_for_serving(model8, v, x, rename=rename))
-        >>> weights = weights_of(variables)
-        >>> {name: x.dtype.name for name, x in weights.items()}
-        {'bias': 'float32', 'proj.weight': 'float8_e4m3fn', 'proj.weight_scale': 'float32'}
-        >>> weights["proj.weight"].shape
-        (8, 4)
+        >>> weights = weights_of(model8.init(jax.random.key(0), x))
+        >>> {name: x.shape for name, x in weights.items()}
+        {'bias': (8,), 'proj.weight': (8, 4), 'proj.weight_scale': (1,)}
 
     Source: as for ``save_safetensors``.
     """
@@ -172,21 +166,21 @@ def _is_wide_kernel(path: Path, array: Any) -> bool:
 def _tensors_of(
     ops: Sequence[ServedOp], arrays: Mapping[Path, Any], rename: Rename | None
 ) -> dict[str, tuple[Path, Any]]:
-    """Returns the tensors that a frozen model has in a file or in a server, by their sorted names there.
+    """Returns the tensors of a frozen model in a file or in a server, by their sorted names there.
 
-    The arrays are of NumPy or JAX. The path of each array comes before its tensor.
+    The path of each array of NumPy or JAX comes before its tensor.
     """
-    own = sorted(_named(ops, dict(arrays)), key=lambda tensor: tensor[:2])
-    new_names = new_names_of([name for name, *_ in own], rename)
+    in_file = _in_file(ops, arrays)
+    new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename)
     found: dict[str, tuple[Path, Any]] = {}
-    for old, path, array in own:
-        name, place = new_names[old], "/".join(path)
+    for path, array in sorted(arrays.items()):
+        (own_name, groups), place = in_file[path], "/".join(path)
+        name, array = new_names[own_name], _merged(array, groups) if groups else array
         if _is_wide_kernel(path, array) and is_weight_name(name):
             if array.ndim != 2:
                 raise ValueError(
-                    f"rename makes a weight of {place}, of shape {array.shape}. A wide kernel that becomes "
-                    "a weight must have two dimensions: the input and the output. Give this kernel a name "
-                    "that ends in 'kernel'."
+                    f"rename makes a weight of {place}, of shape {array.shape}. Such a wide kernel must "
+                    "have two dimensions. Give this kernel a name that ends in 'kernel'."
                 )
             array = array.T
         if name in found:
@@ -203,58 +197,44 @@ def _tensors_of(
     return dict(sorted(found.items()))
 
 
-def _named(ops: Sequence[ServedOp], arrays: dict[Path, Any]) -> Iterator[tuple[str, Path, Any]]:
-    """Yields the own name in the file, the path and the tensor of each array, taken out of the dict."""
+def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple[str, Groups]]:
+    """Returns the own name of each variable in a file, and the groups of dimensions that are one there.
+
+    Without groups, a variable keeps its layout.
+    """
+    found = {path: (".".join(path[1:] if path[0] == PARAMS else path), Groups()) for path in paths}
     for op in ops:
-        if op.kernel is None or op.layout is None or (PARAMS, *op.kernel) not in arrays:
+        if op.kernel is None or op.layout is None:
             continue
         # If the kernel is not named ``kernel``, the module may have several. Its name is then added.
         *module, last = op.kernel
         layer = ".".join(module if last == "kernel" and module else op.kernel)
-        path = PARAMS, *op.kernel
-        yield f"{layer}.weight", path, _as_matrix(arrays.pop(path), op.layout)
-        for name in op.scales:
-            path = PARAMS, *op.path, name
-            if path in arrays:
-                end, scale = _scale_in_file(op, name, arrays.pop(path))
-                yield f"{layer}.{end}", path, scale
-        path = PARAMS, *module, "bias"
-        if last == "kernel" and path in arrays:  # one dimension for all features, as in PyTorch
-            bias, num_out = arrays.pop(path), len(op.layout.out)
-            bias = _merged(bias, max(0, bias.ndim - num_out), min(bias.ndim, num_out))
-            yield ".".join(path[1:]), path, bias
-    for path, array in arrays.items():
-        yield ".".join(path[1:] if path[0] == PARAMS else path), path, array
+        quantizer: Any = op.gemms.forward.rhs
+        end, scale = "weight_scale", ((0,),) if quantizer.has_one_scale else op.layout
+        if isinstance(quantizer, BlockQuantizer):  # scales per block have a batch dimension of size 1
+            end, scale = "weight_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
+        found[PARAMS, *op.kernel] = f"{layer}.weight", op.layout
+        found[PARAMS, *op.path, KERNEL_SCALE] = f"{layer}.{end}", scale
+        found[PARAMS, *op.path, INPUT_SCALE] = f"{layer}.{INPUT_SCALE}", ((0,),)
+        if last == "kernel":
+            features = tuple(range(len(op.layout[0])))
+            found[PARAMS, *module, "bias"] = ".".join((*module, "bias")), (features,)
+    return {path: found[path] for path in paths}
 
 
-def _as_matrix(kernel: Any, layout: Layout) -> Any:
-    """Returns a kernel, or an array with its dimensions, as ``(..., out, in)`` after stacked dimensions."""
-    stacked = kernel.ndim - len(layout.out) - len(layout.summed)
-    ordered = kernel.transpose(*range(stacked), *(stacked + i for i in (*layout.out, *layout.summed)))
-    return _merged(ordered, stacked, len(layout.out), len(layout.summed))
-
-
-def _merged(x: Any, num_kept: int, *num_merged: int) -> Any:
-    """Returns an array with its first dimensions, and each of the groups that follow as one dimension."""
-    ends = [*itertools.accumulate(num_merged, initial=num_kept)]
+def _merged(x: Any, groups: Groups) -> Any:
+    """Returns an array with each group of its last dimensions merged to one dimension."""
+    num_kept = x.ndim - sum(map(len, groups))
+    if num_kept < 0:  # a bias that all features share
+        return x
+    x = x.transpose(*range(num_kept), *(num_kept + i for group in groups for i in group))
+    ends = [*itertools.accumulate(map(len, groups), initial=num_kept)]
     shape = (*x.shape[:num_kept], *(math.prod(x.shape[a:b]) for a, b in itertools.pairwise(ends)))
     spec = jax.typeof(x).sharding.spec  # on explicit axes of a mesh
     kept = [s if i < num_kept or i in ends else None for i, s in enumerate(spec)]
     if kept != list(spec):  # JAX merges no sharded dimension into the one before
         x = jax.sharding.reshard(x, PartitionSpec(*kept))
     return x.reshape(shape)
-
-
-def _scale_in_file(op: ServedOp, name: str, scale: Any) -> tuple[str, Any]:
-    """Returns the end of the name of a scale in a file, and the scale as it is there."""
-    quantizer: Any = op.gemms.forward.rhs
-    assert op.layout is not None
-    if name == INPUT_SCALE or quantizer.has_one_scale:
-        return "weight_scale" if name == KERNEL_SCALE else name, scale
-    if isinstance(quantizer, BlockQuantizer):  # block scales have a batch dimension of size 1
-        end = "weight_scale_inv" if quantizer.block == (128, 128) else "weight_scale"
-        return end, scale.reshape(*scale.shape[:-3], *scale.shape[-2:])
-    return "weight_scale", _as_matrix(scale, op.layout) if op.layout.out else scale
 
 
 # Files.

@@ -26,16 +26,14 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     stacked kernels in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. A
     method of a Linen model that was not traced, and reads a stored kernel in another way, reads Inf.
 
-    The scales are beside the kernel, under the name of the op. In Linen the variables are
-    ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and ``input_scale``, if
-    it is fixed); in NNX they have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them.
-    For a target to restore into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen
-    Linen model has no ``init``. A fresh KV cache comes from ``init`` of the original model.
+    The scales are beside the kernel, in ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
+    ``input_scale``, if it is fixed). In NNX, kernels in FP8 and scales have the type
+    ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to restore into, call
+    ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen Linen model has no ``init``.
 
-    The frozen model can be differentiated with respect to its inputs and its wide parameters, any number of
-    times, as a model with the dequantized kernels. FP8 ops of wide kernels have the derivatives, and the
-    scaling state, that they have in training. Differentiation with respect to FP8 kernels and to scales
-    raises ``TypeError``.
+    The frozen model has derivatives of any order with respect to its inputs and its wide parameters, as a
+    model with the dequantized kernels; FP8 ops of wide kernels have those of training. Differentiation with
+    respect to FP8 kernels and to scales raises ``TypeError``.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -72,6 +70,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         True
 
     For NNX, see ``fp8flax.nnx.Frozen``.
+
+    Source: torchao, ``Float8StaticActivationFloat8WeightConfig`` and ``Float8WeightOnlyConfig``.
     """
     front = front_of(model)
     check_bool("weight_only", weight_only)

@@ -13,8 +13,7 @@ The two sides of a frozen model, with the dtype of each array::
           input_scale        float32  -+ +--------      KERNEL_SCALE    float32
                                        +----------      INPUT_SCALE     float32
 
-For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
-the source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
+The source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
@@ -24,7 +23,7 @@ codes and scales are where a converted model has its scaling state, see ``state_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,14 +43,7 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
 from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
-from fp8flax._serve.stored_op import (
-    Path,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-)
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,32 +87,22 @@ def freeze(
         base, rules, calls = model._fp8_base, model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
-    seen: dict[Path, SeenOp] = {}
+    seen, read = dict[Path, SeenOp](), set[Path]()
     recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
-    read = _trace(recording, unboxed, calls)
-    state = leaves_of(unboxed.get(OVERWRITE_WITH_GRADIENT, {}))
+    shapes = jax.tree.map(as_struct, unboxed)  # without shardings
+    for method, (args, kwargs) in calls.items():
+        needed = needed_inputs(trace_apply(recording, shapes, args, {**kwargs, "method": method}))
+        found = zip(leaves_of(shapes), needed)
+        read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
+    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
     ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only)
     served = {**boxed, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # The ops of wide kernels keep their state, if they still compute in FP8.
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    if kept := {path: x for path, x in state.items() if path[:-1] in wide}:
+    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
     return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
-
-
-def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
-    """Traces calls of a recording model, with arguments by the names of methods.
-
-    Returns the parameters that something else than an FP8 op reads.
-    """
-    shapes = jax.tree.map(as_struct, variables)  # without shardings
-    read: set[Path] = set()
-    for method, (args, kwargs) in calls.items():
-        program = trace_apply(model, shapes, args, {**kwargs, "method": method})
-        found = zip(leaves_of(shapes), needed_inputs(program))
-        read.update(path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS)
-    return read
 
 
 class RecordingCall(Call):
@@ -138,28 +120,26 @@ class RecordingCall(Call):
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
         # The record outlives the call, so it must not hold arrays.
-        found = SeenOp(op.row, recipe.gemms, kernel, jax.tree.map(as_struct, (lhs, rhs, *rest)))
+        plan = op.row.plan and partial(op.row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
+        found = SeenOp(recipe.gemms, kernel, plan)
         before = self.seen.setdefault(op.path, found)
-        first, second = ((one.kernel, one.args[1]) for one in (before, found))
-        if first != second:  # one op multiplies by several kernels
-            both = [one.kernel for one in (before, found) if one.kernel is not None]
-            kernel = Origin(tuple(source for each in both for source in each.sources), None)
-            self.seen[op.path] = found._replace(kernel=kernel)
+        if before.kernel != kernel:  # one op multiplies by several kernels
+            both = [one for one in (before.kernel, kernel) if one is not None]
+            sources = tuple(source for each in both for source in each.sources)
+            self.seen[op.path] = found._replace(kernel=Origin(sources))
         return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
 # Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
 
 
-def _replaced(
-    params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any], less: Collection[Path] = ()
-) -> Any:
-    """Returns parameters with ``new`` arrays in their boxes, with ``more`` arrays, and without ``less``."""
+def _replaced(params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any]) -> Any:
+    """Returns parameters with ``new`` arrays in their boxes, and with ``more`` arrays."""
     unboxed = nn.meta.unbox(params)
     arrays = jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), unboxed)
     params = nn.meta.replace_boxed(params, arrays)
-    flat = {**flax.traverse_util.flatten_dict(params, keep_empty_nodes=True), **more}
-    return flax.traverse_util.unflatten_dict({path: x for path, x in flat.items() if path not in less})
+    flat = flax.traverse_util.flatten_dict(params, keep_empty_nodes=True)
+    return flax.traverse_util.unflatten_dict({**flat, **more})
 
 
 # Running.
@@ -181,16 +161,16 @@ class ServingCall(Call):
             )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
         given = leaves_of(nn.meta.unbox(params))
+        wide = dict[Path, Any]()
+        of_ops = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
         # The only parameters of an op are its scales.
-        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
-        codes, wide = dict[Path, Any](), dict[Path, Any]()
+        of_ops |= {path: x for path, x in given.items() if path[:-1] in self._ops}
         for op in self._ops.values():
             if op.kernel is not None and op.kernel in given:
-                codes[*op.path, CODES] = given[op.kernel]
+                of_ops[*op.path, CODES] = given[op.kernel]
                 wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
-        state = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
-        served = flax.traverse_util.unflatten_dict(codes | scales | state)
-        return merged({PARAMS: _replaced(params, wide, {}, scales), OVERWRITE_WITH_GRADIENT: served})
+        state = flax.traverse_util.unflatten_dict(of_ops)
+        return merged({PARAMS: _replaced(params, wide, {}), OVERWRITE_WITH_GRADIENT: state})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
@@ -216,4 +196,4 @@ class ServingCall(Call):
                 "Pass the variables that fp8flax.freeze returned."
             )
         codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
-        return computed(op.row, served.gemms, codes, arrays, lhs, *rest, **keywords)
+        return computed(op.row, served.gemms, arrays, lhs, codes, *rest, **keywords)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
@@ -26,17 +25,16 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
-from fp8flax._core.state.tree import history_axis, path_names
+from fp8flax._core.state.tree import Places, flatten, path_names
 from fp8flax._model.param_origin import Origin
 from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
-Scales = dict[str, jax.Array]
-"""The scales of an op, by their names in the variables."""
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of dimensions of an array, counted without those that stack layers."""
 
-_SCALES = {role: state_leaf_names(role)[0] for role in ("input", "kernel")}
-INPUT_SCALE, KERNEL_SCALE = _SCALES.values()
+INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
@@ -45,12 +43,11 @@ WEIGHT_ONLY = CustomRecipe(
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
-    row: type[Op]
     gemms: CustomRecipe
     kernel: Origin | None
     """The origin of the kernel; None if the kernel does not come from parameters only."""
-    args: tuple[Any, ...]
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
+    plan: Callable[..., Any] | None
+    """``plan(recipe=)`` returns the plan of the op for its arguments; None if the op has no plan."""
     stacked: tuple[int, ...] | None = None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
 
@@ -58,15 +55,6 @@ class SeenOp(NamedTuple):
     def kernel_paths(self) -> tuple[Path, ...]:
         """The paths of the parameters that the kernel is made of."""
         return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
-
-
-class Layout(NamedTuple):
-    """The dimensions of a kernel, counted without those by which layers are stacked."""
-
-    out: tuple[int, ...]
-    """The dimensions of the output."""
-    summed: tuple[int, ...]
-    """The dimensions that the matmul sums over."""
 
 
 class ServedOp(NamedTuple):
@@ -81,8 +69,10 @@ class ServedOp(NamedTuple):
     """The names of its scales in the variables."""
     kernel: Path | None = None
     """The path of the parameter in FP8 that is the kernel."""
-    layout: Layout | None = None
-    """The layout of the kernel; None if the op does not read it as it is stored."""
+    layout: Groups | None = None
+    """The output dimensions and the summed dimensions of the kernel, without those that stack layers.
+
+    None if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
 
@@ -99,7 +89,7 @@ def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
     params: Mapping[Path, Any],
-    state: Mapping[Path, Any],
+    state: Any,
     weight_only: bool,
     unseen: Collection[str] = (),
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
@@ -110,7 +100,8 @@ def freeze_ops(
     Args:
         seen: the ops that a trace of the model has found.
         read: the kernels that something else than an FP8 op reads.
-        params, state: arrays of the model.
+        params: the parameters by their paths.
+        state: the collection of scaling state.
         weight_only: as in ``freeze``.
         unseen: further ops, which the trace has not found.
     """
@@ -122,24 +113,30 @@ def freeze_ops(
             "Call freeze outside of autocast(enabled=False)."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
-    warn_if_damaged(unflatten_dict(state), advice, stacklevel=5)
+    warn_if_damaged(state, advice, stacklevel=5)
+    paths, leaves, _ = flatten(state)
+    places = Places.of(paths, leaves)
+    states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
     uses = Counter([*(path for op in seen.values() for path in op.kernel_paths), *read])
     ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
     wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
     for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
-        states = _states(path, gemms, state, fresh)
+        operands = {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}
+        delayed = {(*path, name): q for name, q in operands.items() if isinstance(q, DelayedQuantizer)}
+        if missing := ["/".join(place) for place in delayed if place not in states]:
+            raise MissingStateError(
+                f"{OVERWRITE_WITH_GRADIENT}/{missing[0]} is missing from the variables: freeze needs the "
+                "scales that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
+            )
+        fresh += ["/".join(place) for place in delayed if _is_fresh(states[place].amax_history)]
         reason = _why_wide(found, gemms, uses, params)
         op = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if reason is None:
-            (kernel,), (stacked,) = found.kernel_paths, _stacks(found, params)
-            plan = found.row.plan(*found.args, recipe=gemms)  # type: ignore[misc]
-            codes[kernel], own = _stored(plan, found, params[kernel], states, stacked)
-            scales.update({(*path, name): x for name, x in own.items()})
-            is_leading = stacked == tuple(range(len(stacked)))
-            layout = _layout_of(plan, found) if is_leading else None
-            dtype = np.dtype(jax.dtypes.canonicalize_dtype(params[kernel].dtype))
-            op = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
+            (kernel,) = found.kernel_paths
+            own = {place[-1]: (quantizer, states[place]) for place, quantizer in delayed.items()}
+            op, codes[kernel], of_op = _stored(path, found, gemms, params[kernel], own)
+            scales |= {(*path, name): x for name, x in of_op.items()}
         elif reason:
             wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
         ops.append(op)
@@ -155,6 +152,11 @@ def freeze_ops(
     return ops, codes, scales
 
 
+def _is_fresh(history: jax.Array) -> bool:
+    """Returns whether a history holds no amax, if its values are known."""
+    return not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history))
+
+
 def _why_wide(
     found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
 ) -> str | None:
@@ -164,99 +166,65 @@ def _why_wide(
     """
     if gemms.forward.rhs is None or found.kernel is None:
         return ""
-    if found.row.plan is None:
+    if found.plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
     if uses[found.kernel_paths[0]] > 1:
         return "something else reads it, or changes it"
-    is_clear = len(_stacks(found, params)) == 1
+    is_clear = len(_stacks(found, params[found.kernel_paths[0]])) == 1
     return None if is_clear else "its shape does not show along which axes loops stack it"
 
 
-def _stacks(found: SeenOp, params: Mapping[Path, Any]) -> list[tuple[int, ...]]:
+def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
     if found.stacked is not None:
         return [found.stacked]
     assert found.kernel is not None
-    whole, part = (params[found.kernel_paths[0]].shape, found.kernel.sources[0].shape)
+    whole, part = parameter.shape, found.kernel.sources[0].shape
     choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
     return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
-def _states(
-    path: Path, gemms: CustomRecipe, state: Mapping[Path, Any], fresh: list[str]
-) -> dict[str, ScalingState]:
-    """Returns the states of the delayed quantizers of input and kernel, by role.
-
-    The names of scales that have seen no data are appended to ``fresh``.
-    """
-    states = {}
-    for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
-        if not isinstance(used, DelayedQuantizer):
-            continue
-        names = state_leaf_names(role)
-        place = "/".join((*path, names[0]))
-        scale, history = (state.get((*path, name)) for name in names)
-        if scale is None or history is None:
-            raise MissingStateError(
-                f"{OVERWRITE_WITH_GRADIENT}/{place} is missing from the variables: freeze needs the scales "
-                "that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
-            )
-        if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
-            fresh.append(place)
-        states[role] = ScalingState(jnp.asarray(scale), jnp.asarray(history))
-    return states
-
-
 def _stored(
-    plan: Any,
+    path: Path,
     found: SeenOp,
+    gemms: CustomRecipe,
     parameter: Any,
-    states: Mapping[str, ScalingState],
-    stacked: Sequence[int],
-) -> tuple[jax.Array, Scales]:
-    """Returns the codes of a kernel in the places of its parameter, and all scales of the op.
+    delayed: Mapping[str, tuple[DelayedQuantizer, ScalingState]],
+) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]]:
+    """Returns a frozen op, the codes of its kernel in the places of its parameter, and its scales.
 
-    ``stacked`` are the axes of the parameter that stack layers.
+    ``delayed`` has the quantizer and the state of each scale that the state determines.
     """
-    origin, delayed = found.kernel, plan.recipe.delayed
+    origin, (stacked,) = found.kernel, _stacks(found, parameter)
     assert origin is not None
+    assert found.plan is not None
+    plan = found.plan(recipe=gemms)
 
     def of_one(parameter: jax.Array, states: Mapping[str, ScalingState]) -> Any:
-        scales = {_SCALES[role]: scale_of(delayed[role], x)[None] for role, x in states.items()}
-        kernel = origin.rebuild(parameter).astype(found.args[1].dtype)
+        scales = {name: scale_of(delayed[name][0], state)[None] for name, state in states.items()}
+        kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
         packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
         bits = origin.into_parameter(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
         scale = packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
         return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
 
-    for i, axis in reversed([*enumerate(stacked)]):
-        of_states = {role: _stack_axes(state)[i] - i for role, state in states.items()}
-        of_one = jax.vmap(of_one, in_axes=(axis - i, of_states), out_axes=axis - i)
-    is_traced = isinstance(parameter, jax.core.Tracer)
-    sharding = None if is_traced else getattr(parameter, "sharding", None)
+    for i, axis in reversed([*enumerate(stacked)]):  # states are stacked along the first axes
+        of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
+    is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
-    places = (
-        {} if sharding is None or len(sharding.device_set) == 1 else {"out_shardings": (sharding, None)}
-    )
-    result: tuple[jax.Array, Scales] = jax.jit(of_one, **places)(parameter, states)
-    return result
-
-
-def _stack_axes(state: ScalingState) -> list[int]:
-    """Returns the axes by which the states of layers are stacked."""
-    own = history_axis(*state)
-    return [axis for axis in range(state.scale.ndim) if axis != own]
-
-
-def _layout_of(plan: Any, found: SeenOp) -> Layout | None:
-    """Returns the layout of a kernel that an op reads as it is stored, without batch dimensions."""
+    is_on_several = is_known and len(parameter.sharding.device_set) > 1
+    places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
+    states = {name: state for name, (_, state) in delayed.items()}
+    codes, scales = jax.jit(of_one, **places)(parameter, states)
     (_, summed), (_, batch) = plan.dimension_numbers
-    if batch or found.kernel is None or not found.kernel.is_one_parameter:
-        return None
-    return Layout(tuple(i for i in range(found.args[1].ndim) if i not in summed), summed)
+    is_as_stored = not batch and origin.is_one_parameter and stacked == tuple(range(len(stacked)))
+    out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
+    layout = (out, summed) if is_as_stored else None
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
+    return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
 
 
 # Computing.
@@ -280,9 +248,9 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 def computed(
     row: type[Op],
     gemms: CustomRecipe,
-    codes: jax.Array,
     scales: Mapping[str, jax.Array],
     lhs: jax.Array,
+    codes: jax.Array,
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
@@ -291,6 +259,10 @@ def computed(
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
+        )
+    if codes.dtype.itemsize != 1:
+        raise TypeError(
+            f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast wide variables alone."
         )
     codes, scales = constant((codes, dict(scales)))
     scale = scales[KERNEL_SCALE]

@@ -37,8 +37,7 @@ def add_fp8_state(
     Args:
         variables: collections of the model, with or without FP8; ``params`` at least.
         model: the Linen module with FP8 layers.
-        *args: inputs of the model, as arrays or ``jax.ShapeDtypeStruct``.
-        **kwargs: keyword inputs of the model.
+        *args, **kwargs: inputs of the model, as arrays or ``jax.ShapeDtypeStruct``.
 
     Returns:
         A mapping of the type of ``variables``; ``variables`` itself if the model needs no state.
@@ -109,11 +108,16 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None
 def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the other collections of ``variables``, for the model without FP8.
 
+    Raises:
+        TypeError: ``variables`` is not a mapping.
+
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
         >>> list(fp8.remove_fp8_state(layer.init(jax.random.key(0), jnp.ones((2, 4)))))
         ['params']
+
+    Source: the collection of ``flax.linen.fp8_ops``.
     """
     check_variables(variables)
     return type(variables)({k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT})  # type: ignore[call-arg]

@@ -88,10 +88,8 @@ def _filled(
             "scaling need no calibration. Calibrate a model before freeze."
         )
 
-    @jax.jit
+    @jax.jit  # Returns the arrays of all results, because JAX drops the reports of all others.
     def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
-        """Returns the arrays of all results: JAX drops the reports of a result that is not returned."""
-
         def call(state: Any) -> Any:
             return fun(type(variables)({**variables, **state}), batch)
 

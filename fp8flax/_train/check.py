@@ -33,8 +33,7 @@ def checked_next_state(old: Any, new: Any) -> Any:
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
     Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
-    the old history. If values are not known, as under ``jax.jit``, the scale of any other state becomes
-    NaN, so that the next loss is NaN.
+    the old history. NaN is written if values are not known, as under ``jax.jit``.
     """
     shapes, new_shapes = (jax.tree.map(np.shape, tree) for tree in (old, new))
     if shapes != new_shapes:
@@ -147,6 +146,8 @@ def check_state(variables: Any, before: Any = None) -> None:
         Traceback (most recent call last):
         ...
         ValueError: No history has moved...
+
+    Source: ``flax.linen.fp8_ops``, for how a step changes the state.
     """
     new, old = _states(variables), _states(before)
     if not (new or old):
@@ -157,10 +158,7 @@ def check_state(variables: Any, before: Any = None) -> None:
         )
         return
     if before is not None and (others := new.keys() ^ old.keys()):
-        raise ValueError(
-            f"{min(others)} is not in both `variables` and `before`. The loop must keep the state. Pass "
-            "the same variables, one step earlier."
-        )
+        raise ValueError(f"{min(others)} is not in both `variables` and `before`, one step earlier.")
     problem, moves = _inspected(new, old)
     if not problem and not any(map(np.any, moves.values())):
         problem = (

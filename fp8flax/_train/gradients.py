@@ -109,12 +109,10 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
     The scaling state is that of one call on all microbatches, and the gradients of parameters are averaged
-    in float32. If the loss is a mean over examples and all microbatches have one size, gradients and state
-    are those of one large batch.
+    in float32: for a mean over examples and equal sizes, they are those of one large batch.
 
-    Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
-    element, or two for block scales that differ between the forward and the backward pass. Call the
-    function under ``jax.jit`` or ``nnx.jit``; otherwise each call compiles again.
+    Kernels are quantized once for all microbatches. Meanwhile their codes stay in memory. Call the function
+    under ``jax.jit`` or ``nnx.jit``; otherwise each call compiles again.
 
     ``fun(variables, microbatch)`` returns a scalar, or with ``has_aux`` a pair ``(scalar, aux)``.
 
@@ -222,9 +220,6 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     Use it in a loop that computes a gradient for each device and reduces it by hand, in ``jax.pmap`` or in
     ``jax.shard_map`` with ``check_vma=False``. With the default checks of ``jax.shard_map``, and under
     ``jax.jit`` on sharded arrays, the state is already that of all the data.
-
-    If one device kept its old history, the result is the maximum of old and new history: finite, and the
-    same on every device.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

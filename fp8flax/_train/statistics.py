@@ -107,14 +107,17 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
 def plot_statistics(history: Mapping[int, Statistics]) -> Any:
     """Draws underflow, saturation and scale of each tensor over time.
 
-    The figure has three maps, with a row for each tensor and a column for each step. It shows the 40
-    tensors that underflow or saturate most at any step. A number that was not measured is left white.
+    The figure has three maps, with a row for each tensor and a column for each step. A number that was not
+    measured is left white.
 
     Args:
         history: statistics by step, ``{step: result of the function that statistics returned}``.
 
     Returns:
         A ``matplotlib.figure.Figure``. (``fp8flax[plots]`` installs matplotlib.)
+
+    Raises:
+        ValueError: there are no statistics.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -127,25 +130,25 @@ def plot_statistics(history: Mapping[int, Statistics]) -> Any:
 
     rows = {step: Statistics(history[step]).by_tensor() for step in sorted(history)}
     tensors = sorted({tensor for row in rows.values() for tensor in row})
+    if not tensors:
+        raise ValueError(f"history must have the statistics of a step, {{step: found}}; got {history!r}.")
     underflow, saturation, scale = (
         np.array([[row.get(tensor, {}).get(number, np.nan) for row in rows.values()] for tensor in tensors])
         for number in ("underflow", "saturation", "scale")
     )
-    losses = np.nanmax(underflow + saturation, axis=1)
-    shown = np.sort(np.argsort(-losses, kind="stable")[:40])
     maps = {
         "underflow, %": 100 * underflow,
         "saturation, %": 100 * saturation,
         "log2 of the scale": np.log2(scale, out=np.full_like(scale, np.nan), where=scale > 0),
     }
-    figure = Figure(figsize=(14, 1.5 + 0.25 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(14, 1.5 + 0.25 * len(tensors)), layout="constrained")
     for axes, (label, values) in zip(figure.subplots(1, 3, sharey=True), maps.items()):
-        image = axes.imshow(values[shown], aspect="auto", cmap="cividis", interpolation="nearest")
+        image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest")
         if label.endswith("%"):
             image.set_clim(0, 100)
         ticks = range(0, len(rows), -(-len(rows) // 8))
         axes.set_xticks(ticks, [str(list(rows)[j]) for j in ticks])
-        axes.set_yticks(range(len(shown)), [tensors[j] for j in shown], fontsize="small")
+        axes.set_yticks(range(len(tensors)), tensors, fontsize="small")
         axes.set_xlabel("step")
         figure.colorbar(image, ax=axes, label=label)
     return figure

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
@@ -19,14 +20,8 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
-from fp8flax._serve.stored_op import (
-    Path,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-)
+from fp8flax._model.rules import Site
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
 from fp8flax.nnx.models import layers_of, op_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
@@ -54,21 +49,12 @@ class FrozenOp(nnx.Module):
         for name in served.scales:
             setattr(self, name, Frozen(scales[*served.path, name]))
 
-    def _multiply(self, lhs: jax.Array, codes: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
-        """Returns the result of the op for the codes of a kernel."""
-        gemms = self.served.gemms
-        if codes.dtype.itemsize != 1:
-            raise TypeError(
-                f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
-                "nnx.Param alone, not those of fp8flax.nnx.Frozen."
-            )
-        scales = {name: getattr(self, name).get_value() for name in self.served.scales}
-        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return computed(self.row, gemms, codes, scales, lhs, *arguments, **keywords)
-
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns the result, called as the op that it replaces."""
-        return calling(self.row, self._multiply)(*args, **kwargs)
+        """Returns the result for the codes of a kernel, called as the op that it replaces."""
+        scales = {name: getattr(self, name).get_value() for name in self.served.scales}
+        run = partial(computed, self.row, self.served.gemms, scales)
+        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+            return calling(self.row, run)(*args, **kwargs)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -104,16 +90,12 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     copy: Any = nnx.clone(model)
     layers = _layers_of(copy)
-    seen, read = _traced(model, args, kwargs)
-    kernels = {(*path[:-1], "kernel"): layer.module.kernel.get_value() for path, layer in layers.items()}
-    state = {
-        (*path, name): x
-        for path, layer in layers.items()
-        for name, x in state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT].items()
-    }
+    seen, read = _traced(nnx.clone(model), args, kwargs)
+    kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
+    state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
     present = {tuple(map(str, keys)): op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
     unseen = ["/".join(path) for path in present if path not in seen]
-    ops, codes, scales = freeze_ops(seen, read, kernels, state, weight_only, unseen)
+    ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
     for op in present.values():
         op._reason = ""  # report takes only models that quantize_model returned
         if weight_only:
@@ -132,6 +114,11 @@ def _layers_of(model: nnx.Module) -> dict[Path, Any]:
     paths = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
     layers = [layer for layer in layers_of(model) if op_of(layer) is not None]
     return {(*paths[id(layer.module)], layer.name): layer for layer in layers}
+
+
+def _kernel_of(op: Path) -> Path:
+    """Returns the path of the kernel of a layer, given that of its op."""
+    return *op[:-1], "kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,73 +143,67 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
 # Which kernels nothing but their op reads.
 
 _MARK = "fp8flax_kernel"
-"""The metadata of a kernel's variable with the path of the kernel."""
+"""The metadata of a kernel's variable that identifies it, also in copies of the variable."""
 
 
-def _traced(
-    model: nnx.Module, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[dict[Path, SeenOp], set[Path]]:
-    """Traces the model.
+def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path, SeenOp], set[Path]]:
+    """Traces a model, and replaces its ops.
 
     Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
     are, or that anything else reads or changes.
     """
-    copy = nnx.clone(model)
     seen = dict[Path, SeenOp]()
-    marks: dict[Path, Path] = {}
-    """The mark of each kernel: its path, or another one if several layers share the kernel."""
-    got: dict[int, tuple[Any, Path]] = {}
+    got = dict[int, tuple[Any, Any]]()
     """By the identity of each value that a kernel has had: the value, and the mark of the kernel."""
-    read: set[Path | None] = set()
+    read = set[Any]()
     """The marks of the kernels that something else reads or changes."""
 
     def on_get(kernel: Any, value: Any) -> Any:
-        got[id(value)] = value, kernel.get_metadata(_MARK)
+        got[id(value)] = value, _mark_of(kernel)
         return value
 
     def on_set(kernel: Any, value: Any) -> Any:
-        read.add(kernel.get_metadata(_MARK))
+        read.add(_mark_of(kernel))
         return value
 
-    def record(path: Path, found: SeenOp, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> jax.Array:
+    def record(
+        path: Path, site: Site, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+    ) -> jax.Array:
         shapes = (jax.ShapeDtypeStruct(x.shape, lhs.dtype) for x in (lhs, rhs))
-        seen[path] = found._replace(args=(*shapes, *rest))
-        _, mark = got.get(id(rhs), (None, None))
-        if mark != marks[path]:
+        plan = site.op.plan and partial(site.op.plan, *shapes, *rest)
+        origin = Origin((Source(_kernel_of(path), rhs.shape),), "", steps=())
+        seen[path] = SeenOp(gemms, origin, plan, tuple(range(len(site.stacked))))
+        if got.get(id(rhs), (None, None))[1] != marks[path]:
             read.add(marks[path])
-        return found.row.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *rest, **keywords)
+        return site.op.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *rest, **keywords)
 
-    for path, site in _layers_of(copy).items():
-        op: Any = op_of(site)
-        recipe, num_stacked = op._recipe_in_use(), len(site.stacked)
+    layers = _layers_of(model)
+    marks = {path: id(site.module.kernel) for path, site in layers.items()}  # layers may share a kernel
+    for path, site in layers.items():
+        op, kernel = cast(Fp8Op, op_of(site)), site.module.kernel
+        recipe = op._recipe_in_use()
         if recipe is None:  # FP8 is switched off
             continue
-        name, variable = (*path[:-1], "kernel"), site.module.kernel
-        kernel = variable.get_value()
-        marks[path] = _mark_of(variable) or name
-        variable.set_metadata(**{_MARK: marks[path]}, on_get_value=on_get, on_set_value=on_set)
-        _let_kernel_pass(site.module, kernel.dtype)
-        origin = Origin((Source(name, kernel.shape[num_stacked:]),), "", steps=())
-        found = SeenOp(site.op, recipe.gemms, origin, (), tuple(range(num_stacked)))
-        setattr(site.module, site.name, nnx.static(calling(site.op, partial(record, path, found))))
-    graphdef, state = nnx.split(copy)
+        _let_kernel_pass(site.module, kernel.get_value().dtype)
+        kernel.set_metadata(**{_MARK: marks[path]}, on_get_value=on_get, on_set_value=on_set)
+        run = calling(site.op, partial(record, path, site, recipe.gemms))
+        setattr(site.module, site.name, nnx.static(run))
+    graphdef, state = nnx.split(model)
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
-        merged = nnx.merge(graphdef, state)
+        merged: Any = nnx.merge(graphdef, state)
         out = merged(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
-        held = [node.get_value() for node in nodes if _mark_of(node) is None]
-        return out, held
+        return out, [node.get_value() for node in nodes if _mark_of(node) is None]
 
     program = program_of(call, state, args, kwargs)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
     read.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)
-    return seen, {(*path[:-1], "kernel") for path, mark in marks.items() if mark in read}
+    return seen, {_kernel_of(path) for path, mark in marks.items() if mark in read}
 
 
-def _mark_of(x: Any) -> Path | None:
+def _mark_of(x: Any) -> Any:
     """Returns the mark of the variable of a kernel; None for other variables, and for arrays."""
-    mark: Path | None = x.get_metadata().get(_MARK) if isinstance(x, nnx.Variable) else None
-    return mark
+    return x.get_metadata().get(_MARK) if isinstance(x, nnx.Variable) else None

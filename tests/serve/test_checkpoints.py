@@ -123,7 +123,6 @@ def test_formats(name, tmp_path):
     write(tmp_path / "model.safetensors", {"up.weight": UP, **tensors, "norm.weight": norm})
     checkpoint = fp8.read_checkpoint(tmp_path)
     assert list(checkpoint) == ["up.weight", "norm.weight"]
-    assert len(checkpoint) == 2
     up = checkpoint["up.weight"]
     assert up.block == block
     np.testing.assert_array_equal(up.codes.view(np.uint8), UP.view(np.uint8))
@@ -244,9 +243,6 @@ def test_several_files(tmp_path):
     np.testing.assert_array_equal(checkpoint["up.weight"].dequantize(), expected)
     assert checkpoint["down.weight"].input_scale == scales_of(6, 1)
     assert "down.weight_scale" not in checkpoint
-    with pytest.raises(KeyError, match="down"):
-        checkpoint["down.weight_scale"]
-    assert len(checkpoint) == 3
 
 
 TWO = {"a.weight": codes_of(0, 4, 6), "a.weight_scale": scales_of(1, 1), "b": scales_of(2, 3)}

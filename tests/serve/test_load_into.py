@@ -22,8 +22,6 @@ from tests.serve.net import X, frozen_net
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
 
 E4M3 = ml_dtypes.float8_e4m3fn
-
-
 TO_HUB = {r"^": "model.", r"\.(kernel|scale)$": ".weight"}
 
 
@@ -65,31 +63,36 @@ def test_own_files(recipe, tmp_path):
     assert_same(loaded.get(OWG, {}), target.get(OWG, {}))
 
 
-def test_stacked_layers(tmp_path):
-    """A file of layers that ``nn.scan`` stacked loads into the same stack."""
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(64, name="dense")(x), None
+
+
+@pytest.mark.parametrize(("axes", "name"), [((0,), "weight"), ((1,), "kernel"), ((0, 0), "weight")])
+def test_stacked_layers(axes, name, tmp_path):
+    """A file of layers that ``nn.scan`` stacked, once or twice, loads into the same stack."""
 
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            scan, options = Block, {"split_rngs": {"params": True}}
+            for axis, length in zip(axes, (3, 2)):
+                scan = nn.scan(scan, variable_axes={"params": axis}, length=length, **options)
             return scan(name="layers")(x, None)[0]
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(64, name="dense")(x), None
 
     model8, variables = trained(Stack(), X, recipe=RECIPES["axiswise"])
     model, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(model.apply(served, X), model8.apply(variables, X))
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
-    assert checkpoint["layers.dense.weight"].shape == (3, 64, 64)
+    assert f"layers.dense.{name}" in checkpoint
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
-    kernel = served["params"]["layers"]["dense"]
-    scale = np.asarray(kernel["Fp8DotGeneralOp_0"]["kernel_scale"])
-    expected = np.asarray(kernel["kernel"]).astype(np.float32) * scale.reshape(3, 1, -1)
-    np.testing.assert_array_equal(loaded, expected)
+    if name == "weight":
+        loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
+        kernel = served["params"]["layers"]["dense"]
+        scale = kernel["Fp8DotGeneralOp_0"]["kernel_scale"]
+        np.testing.assert_array_equal(loaded, kernel["kernel"].astype(jnp.float32) * scale)
 
 
 @pytest.mark.parametrize(

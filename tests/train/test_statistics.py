@@ -370,8 +370,9 @@ def test_the_table():
 
 
 def test_plot():
-    figure = fp8.plot_statistics(HISTORY)
-    underflow, saturation, scale = figure.axes[:3]
+    with pytest.raises(ValueError, match="must have the statistics"):
+        fp8.plot_statistics({})
+    underflow, saturation, scale = fp8.plot_statistics(HISTORY).axes[:3]
     names = [label.get_text() for label in underflow.get_yticklabels()]
     assert names == ["a/input", "a/kernel", "b/kernel"]
     for axes, of_input in ((underflow, [25, 100]), (saturation, [50, 0]), (scale, [-2, -1])):
