@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +23,9 @@ from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.row import row_of
+from fp8flax._linen.conversion import having
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
-
-Path = tuple[str, ...]
 
 # It matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
@@ -37,58 +35,45 @@ _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 class Frame:
     """A method of a module that is running."""
 
-    path: Path
-    """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     module: Any
     method: str | None
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
-    scope: Any = None
-    """The scope of a Linen module."""
+    path: tuple[str, ...] = ()
+    """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     trace: Any = None
     """The trace of JAX that a method of a Linen module runs in."""
     num_params: int = -1
-    """How many parameters, or modules with parameters, of the module are recorded."""
+    """How many parameters of a Linen module are recorded."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
 
-class Interception(ABC):
+class Interception:
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
     frame: Frame
     """The innermost method that is running."""
     is_nnx = False
+    is_passing = False
+    """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
     def __init__(self) -> None:
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
         """Whether the running functions that are not looked into have derivatives of their own."""
-        self.is_passing = False
-        """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
-    @abstractmethod
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.
 
         ``site.name`` is the part of the op's name that comes from the kernel. ``kernel`` is None for two
         activations or two parameters.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def look_for_params(self) -> None:
-        """Records the parameters of the running module in ``origins``."""
-
-    @contextlib.contextmanager
-    def having(self, **fields: Any) -> Iterator[None]:
-        """A context in which these fields of the call have other values."""
-        before = {name: getattr(self, name) for name in fields}
-        vars(self).update(fields)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+        """Records new parameters of the running module in ``origins``; called for every primitive."""
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
@@ -106,8 +91,9 @@ class Interception(ABC):
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
         left, kernel = self.origins.of(lhs), self.origins.of(rhs)
         restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
-        is_swapped = left is not None and kernel is None and row.swapped is not None
-        if is_swapped and row.swapped is not None:
+        is_swapped = False
+        if left is not None and kernel is None and row.swapped is not None:
+            is_swapped = True
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
         impossible, kind = row.unsupported(params), "product"
@@ -142,18 +128,18 @@ class Interception(ABC):
         """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
         if self.is_passing:
             return front.compute(primitive, operands, params)
-        self.look_for_params()  # for every primitive, so it must be fast
+        self.look_for_params()
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not _was_handled(name_scopes.current()):
-            with running_in(front.behind), self.having(is_passing=True):
+            with running_in(front.behind), having(self, is_passing=True):
                 result = self.contract(*self._contraction(row, operands, params))
             if not isinstance(result, str):
                 return result
             scope = jax.named_scope(result)
         elif primitive.name == "jit" and self._should_open(operands, params):
             return front.open(params["jaxpr"], operands)
-        with scope, self.having(is_passing=True):
+        with scope, having(self, is_passing=True):
             results = front.compute(primitive, operands, params)
         self.origins.follow(primitive, operands, params, results)
         return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,8 +18,6 @@ from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
-
-Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
 
 SMALLEST_SIZE = 16
 """K and N below this are less than one tile of the FP8 units."""
@@ -88,9 +86,6 @@ class Decision(NamedTuple):
     """The description of the pattern that decided; None if none did."""
 
 
-Decided = Sequence[tuple[Site, Decision]]
-"""The contractions of a model, with the decisions of the rules."""
-
 NOTHING_SEEN = (
     "The model computes no contraction that quantize_model looks into. Layers with an op of their own, "
     "such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and remat, but not into JAX's "
@@ -106,7 +101,7 @@ class Rules:
     recipe: Recipe | None = None
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Any, ...] = ()
     products: bool = False
     allow_unmatched: bool = False
     form: str = "direct"
@@ -195,39 +190,38 @@ class Rules:
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
 
-    def check_matched(self, decided: Decided) -> None:
-        """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
+    def check(self, decided: Collection[tuple[Site, Decision]], has_ops: bool) -> None:
+        """Raises ``ValueError`` if a pattern decided nothing, or the model has no FP8 op.
+
+        Args:
+            decided: all contractions of the model, with the decisions about them.
+            has_ops: whether the model has FP8 ops of its own.
+        """
+        if not decided and not has_ops:
+            raise ValueError(NOTHING_SEEN)
         used = {decision.pattern for _, decision in decided}
         texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
         unmatched = ", ".join(text for text in texts if text not in used)
-        if not unmatched or self.allow_unmatched:
-            return
-        if not decided:
-            raise ValueError(f"No contraction was found for {unmatched}. {NOTHING_SEEN}")
-        paths = ", ".join(sorted({site.path or "(the model itself)" for site, _ in decided}))
-        raise ValueError(
-            f"No contraction was the first to match {unmatched}. The modules with contractions are: "
-            f"{paths}. Correct the pattern, or pass allow_unmatched=True."
-        )
-
-
-def why_unconverted(decided: Decided) -> str:
-    """Returns a message: why the rules convert none of these contractions, and what to do."""
-    if not decided:
-        return NOTHING_SEEN
-    reasons = sorted({f"{site.path or 'the model'}: {decision.reason}" for site, decision in decided})
-    return (
-        f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
-        f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also what the defaults leave out."
-    )
+        if unmatched and not self.allow_unmatched:
+            paths = ", ".join(sorted({site.path or "(the model itself)" for site, _ in decided}))
+            raise ValueError(
+                f"No contraction was the first to match {unmatched}. The modules with contractions are: "
+                f"{paths}. Correct the pattern, or pass allow_unmatched=True."
+            )
+        if not has_ops and not any(decision.converts for _, decision in decided):
+            reasons = sorted({f"{site.path or 'the model'}: {one.reason}" for site, one in decided})
+            raise ValueError(
+                f"None of the model's {len(decided)} contractions would run in FP8. "
+                f"{'; '.join(reasons[:8])}{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also "
+                "what the defaults leave out."
+            )
 
 
 def _check_outcome(outcome: Any, who: str) -> None:
-    if isinstance(outcome, str):
-        if outcome != LEAVE:
-            raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
-    else:
+    if not isinstance(outcome, str):
         check_recipe(outcome)
+    elif outcome != LEAVE:
+        raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
 
 
 def _left_by_default(site: Site) -> str | None:

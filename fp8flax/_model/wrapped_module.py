@@ -34,19 +34,43 @@ def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
+def standing_for(cls: type, *made_by: Any) -> dict[str, Any]:
+    """Returns the attributes of a subclass that has the name of its base class, also for pickles.
+
+    ``made_by`` is the function of ``made_once`` that makes the subclass, and its other arguments.
+    """
+    make, *more = made_by
+    return {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduced,
+        "_fp8_base": cls,
+        "_fp8_made_by": (make, cls, *more),
+    }
+
+
+def _reduced(self: Any, protocol: Any) -> Any:
+    """Pickles an object by how its class is made, because the class cannot be imported by its name."""
+    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
+    return _empty, self._fp8_made_by, *state
+
+
+def _empty(make: Callable[..., Any], *key: Any) -> Any:
+    """Returns an object without attributes, which a copy or a pickle then sets."""
+    return object.__new__(make(*key))
+
+
 @made_once
 def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
+        **standing_for(cls, converted_class, rules, make_call),
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
         "__eq__": _is_equal,
-        "_fp8_base": cls,
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         "_fp8_serving": None if isinstance(make_call, type) else make_call,
@@ -66,11 +90,10 @@ def _in_call(method: Any) -> Any:
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls, cls = calls_of(self.scope), type(self)
-        if self.scope is None or any(call.cls is cls for call in calls):
+        # A frozen model inside of a converted one makes a call of its own.
+        is_running = any(self._fp8_serving is None or call.cls is cls for call in calls)
+        if self.scope is None or is_running:
             return method(self, *args, **kwargs)
-        if calls and self._fp8_serving is None:
-            with calls[-1].having(_rules_here=self._fp8_rules):
-                return method(self, *args, **kwargs)
         call = self._fp8_make_call(cls, self._fp8_rules)
         call.path, call.is_init = self.scope.path, self.is_initializing()
 
@@ -102,11 +125,6 @@ def _fp8_run(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 class _Converted:
     """The methods and attributes that converted models have in addition to those of their class."""
 
-    _fp8_base: Any
-    _fp8_rules: Rules
-    _fp8_make_call: Callable[..., Any]
-    _fp8_serving: Any
-
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
 
@@ -123,10 +141,6 @@ class _Converted:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return _empty, (self._fp8_base, self._fp8_rules, self._fp8_make_call), *state
-
 
 def _is_equal(self: Any, other: Any) -> bool:
     return type(other) is type(self) and self._fp8_base.__eq__(self, other)
@@ -142,11 +156,6 @@ def _as_method(model: Any, method: Any) -> Any:
     if own is not None and function in (name, own, own.__wrapped__):
         return own
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
-
-
-def _empty(*made_by: Any) -> Any:
-    """Returns a converted model without attributes, which a copy or a pickle then sets."""
-    return object.__new__(converted_class(*made_by))
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:

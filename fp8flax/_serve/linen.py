@@ -18,7 +18,7 @@ the source of the model declares a float32 kernel, and reshapes or transposes it
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes and scales are where a converted model has its scaling state, see ``state_places``.
+codes and scales are where a converted model has its scaling state, see ``converted_call``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_jax, as_struct, inputs_of_calls
+from fp8flax._model.converted_call import (
+    CODES,
+    Call,
+    as_jax,
+    as_struct,
+    inputs_of_calls,
+    merged,
+    split,
+)
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import (
     Path,

@@ -31,8 +31,8 @@ from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
-from fp8flax._model.wrapped_module import made_once
+from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site
+from fp8flax._model.wrapped_module import made_once, standing_for
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 
 
@@ -130,18 +130,12 @@ class ModuleCall(Interception):
 
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
-        self.frame = Frame((), module, "" if method == "__call__" else method)
+        self.frame = Frame(module, "" if method == "__call__" else method)
+        self.origins.add((path, x.get_value()) for path, x in params_of(module).items())
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
-
-    def look_for_params(self) -> None:
-        """Records the parameters of the module and of the modules below it."""
-        if self.frame.num_params < 0:
-            params = params_of(self.frame.module)
-            self.frame.num_params = len(params)
-            self.origins.add((tuple(map(str, path)), x.get_value()) for path, x in params)
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
@@ -153,9 +147,10 @@ class ModuleCall(Interception):
         return NOT_CONVERTED if op is None else by(op)
 
 
-def params_of(module: Any) -> list[tuple[Any, Any]]:
-    """Returns the parameters in a module and the modules below it, each with its path."""
-    return [(path, x) for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Param)]
+def params_of(module: Any) -> dict[tuple[str, ...], Any]:
+    """Returns the parameters in a module and the modules below it, by their paths."""
+    found = nnx.iter_graph(module)
+    return {tuple(map(str, path)): x for path, x in found if isinstance(x, nnx.Param)}
 
 
 def watch(node: Any) -> None:
@@ -169,13 +164,7 @@ def watch(node: Any) -> None:
 @made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduced,
-        "_fp8_base": cls,
-    }
+    body = standing_for(cls, _watched_class, is_pytree)
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
@@ -194,17 +183,6 @@ def _watched(method: Any) -> Any:
             return method(self, *args, **kwargs)
 
     return watched
-
-
-def _reduced(self: Any, protocol: Any) -> Any:
-    """Pickles a module with its own class, because the subclass cannot be imported by its name."""
-    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-    return _restored, (object.__new__(self._fp8_base),), *state
-
-
-def _restored(node: Any) -> Any:
-    watch(node)
-    return node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +235,7 @@ class DryRun:
             node, stacked = self._nodes[path], cast(tuple[int, ...] | None, ())
             if kernel is not None:
                 source = kernel.sources[0]
-                whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
-                stacked = _stack_of(whole.get_value().shape, source.shape)
+                stacked = _stack_of(params_of(node)[source.path].get_value().shape, source.shape)
                 site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
             impossible = site.impossible or (STACKED if stacked is None else None)
             found = site._replace(path=path, module=node, impossible=impossible, stacked=stacked or ())
@@ -280,7 +257,8 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     if inputs:
         found |= DryRun(copy, inputs, {}).found
     decided = [(site, options.decide(site)) for site in found.values()]
-    options.check_matched(decided)
+    has_ops = any(isinstance(node, Fp8Op) for _, node in nnx.iter_graph(copy))
+    options.check(decided, has_ops)
     for site, decision in decided:
         if op_of(site) is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             continue  # the op that the user gave
@@ -293,12 +271,10 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
                 site.module, site.name, nnx.static(LeftWide(site.path, _plain(site.op), decision.reason))
             )
     fields = {row.nnx_field for row in OPS}
-    ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
-    if not ops:
-        raise ValueError(why_unconverted(decided))
-    for path, op in ops:
-        op._scope = "/".join(map(str, path[:-1] if path[-1] in fields else path))
-        op._reason = op._reason or "an op of its own"
+    for path, node in nnx.iter_graph(copy):
+        if isinstance(node, Fp8Op):
+            node._scope = "/".join(map(str, path[:-1] if path[-1] in fields else path))
+            node._reason = node._reason or "an op of its own"
     return copy
 
 
