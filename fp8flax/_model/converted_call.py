@@ -52,22 +52,16 @@ class Call(Interception):
     contraction is then computed in this scope, and none is converted.
     """
 
-    collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
-    """The collections that ``put_in`` and ``take_out`` convert."""
-    path: Path = ()
-    """The path of the model; it is empty unless a Linen model that is not converted calls it."""
-    is_init = False
-    """Whether ``init`` makes the call, to make the variables."""
     on_op: Any = None
     """A function that computes the Linen ops of the call in another way; see ``calls_of``."""
     has_ops = False
     """Whether an FP8 op has run."""
 
-    def __init__(
-        self, cls: type, rules: Rules, *, counted: dict[str, tuple[Site, Decision]] | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, counted: dict[str, tuple[Site, Decision]] | None = None) -> None:
         super().__init__()
-        self.cls, self.rules, self.is_counting = cls, rules, counted is not None
+        self.cls, self.rules, self.is_counting = type(model), model._fp8_rules, counted is not None
+        # The path is empty unless a Linen model that is not converted calls the model.
+        self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
         """The contractions and the decisions about them, by ``Site.scope``."""
         self.frames: list[Frame] = []
@@ -166,8 +160,13 @@ class Call(Interception):
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction in FP8 if the rules convert it."""
         module, scope = site.module, site.module.scope
-        name = "0" if kernel is not None and self._is_of_a_layer(kernel) else site.name
-        impossible = site.impossible
+        name, impossible = site.name, site.impossible
+        fields = "dot_general_cls", "conv_general_dilated_cls"
+        is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
+        if is_layer and kernel is not None:
+            # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
+            is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
+            name = "0" if is_own or type(module).__module__.startswith("flax.") else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
         elif self not in calls_of(scope):
@@ -191,18 +190,6 @@ class Call(Interception):
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
             return by(OPS[site.op](recipe=decision.recipe, **options, parent=parent))
-
-    def _is_of_a_layer(self, kernel: Origin) -> bool:
-        """Returns whether the running module is a Linen layer that takes an op for this kernel.
-
-        The op then has the name that an op given by hand would have.
-        """
-        module = self.frame.module
-        fields = ("dot_general_cls", "conv_general_dilated_cls")
-        if not (isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)):
-            return False
-        is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
-        return is_own or type(module).__module__.startswith("flax.")  # it has one contraction
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
@@ -247,8 +234,7 @@ def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def split(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns variables as the caller sees them: with the state in its own collection."""
-    found = _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
-    return {PARAMS: {}, **found} if PARAMS in variables else found
+    return _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
 
 
 def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
@@ -260,7 +246,7 @@ def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
         is_of_op = path[0] == here and path[-1] in leaves
         flat[(there, *_swapped(path[1:])) if is_of_op else path] = x
-    return dict(unflatten_dict(flat))
+    return {**dict.fromkeys(variables, {}), **unflatten_dict(flat)}
 
 
 def _swapped(path: Path) -> Path:

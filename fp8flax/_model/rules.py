@@ -36,8 +36,8 @@ LOGITS = re.compile(
 ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
 """Names of layers that are taken to be routers of experts."""
 
-BY_DEFAULT = "by default"
-"""The reason of a decision for which no rule matched."""
+DEFAULT = "default"
+"""The description of the rule that decides if no other one matches."""
 
 
 class Site(NamedTuple):
@@ -83,7 +83,7 @@ class Decision(NamedTuple):
     """The recipe of the contraction; None for the recipe of ``autocast``, or the default."""
     reason: str
     pattern: str | None = None
-    """The description of the pattern that decided; None if none did."""
+    """The description of the rule that decided; None if none did."""
 
 
 NOTHING_SEEN = (
@@ -128,7 +128,7 @@ class Rules:
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
         for text, pattern, _ in self._in_order():
             try:
-                re.search("" if callable(pattern) else pattern, "")
+                re.compile("" if callable(pattern) else pattern)
             except (re.error, TypeError) as error:
                 raise ValueError(
                     "include, exclude and rules must have regular expressions on module paths; got "
@@ -153,18 +153,8 @@ class Rules:
         Raises:
             ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
         """
-        decision = self._decide(site)
-        if decision.converts and site.in_custom_vjp:
-            raise ValueError(
-                f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
-                "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
-                f"quantize_model(model, exclude={site.path!r})."
-            )
-        return decision
-
-    def _decide(self, site: Site) -> Decision:
-        impossible = self._impossible(site)
-        for text, pattern, outcome in self._in_order():
+        default = [] if self.include is not None else [(DEFAULT, "", self.recipe)]
+        for text, pattern, outcome in (*self._in_order(), *default):
             if callable(pattern):
                 outcome = pattern(site.path, site.module, site.shapes)
                 if outcome is None:
@@ -174,14 +164,20 @@ class Rules:
                 continue
             if isinstance(outcome, str):
                 return Decision(False, None, f"left by {text}", text)
+            reason = self._why_not(site) or (_why_not_by_default(site) if text == DEFAULT else None)
+            if reason is not None:
+                return Decision(False, None, reason, text)
+            if site.in_custom_vjp:
+                raise ValueError(
+                    f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
+                    "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
+                    f"quantize_model(model, exclude={site.path!r})."
+                )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            return Decision(impossible is None, outcome, impossible or by, text)
-        if self.include is not None:
-            return Decision(False, None, "not included")
-        reason = impossible or _left_by_default(site)
-        return Decision(reason is None, self.recipe, reason or BY_DEFAULT)
+            return Decision(True, outcome, by, text)
+        return Decision(False, None, "not included")
 
-    def _impossible(self, site: Site) -> str | None:
+    def _why_not(self, site: Site) -> str | None:
         """Returns why no op can compute a contraction, or may; None if one can."""
         if site.impossible is not None:
             return site.impossible
@@ -224,7 +220,7 @@ def _check_outcome(outcome: Any, who: str) -> None:
         raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
 
 
-def _left_by_default(site: Site) -> str | None:
+def _why_not_by_default(site: Site) -> str | None:
     """Returns why a contraction stays wide by default, at any batch size; None if it is converted."""
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):

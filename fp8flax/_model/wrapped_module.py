@@ -70,7 +70,7 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
-        "__eq__": _is_equal,
+        "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         "_fp8_serving": None if isinstance(make_call, type) else make_call,
@@ -89,20 +89,19 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, cls = calls_of(self.scope), type(self)
         # A frozen model inside of a converted one makes a call of its own.
-        is_running = any(self._fp8_serving is None or call.cls is cls for call in calls)
-        if self.scope is None or is_running:
+        is_frozen, calls = self._fp8_serving is not None, calls_of(self.scope)
+        if self.scope is None or any(call.cls is type(self) or not is_frozen for call in calls):
             return method(self, *args, **kwargs)
-        call = self._fp8_make_call(cls, self._fp8_rules)
-        call.path, call.is_init = self.scope.path, self.is_initializing()
+        call = self._fp8_make_call(self)
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             with call.in_frame(module, None):
                 return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
-        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
+        collections = PARAMS, OVERWRITE_WITH_GRADIENT
+        mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
@@ -140,10 +139,6 @@ class _Converted:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
-
-
-def _is_equal(self: Any, other: Any) -> bool:
-    return type(other) is type(self) and self._fp8_base.__eq__(self, other)
 
 
 def _as_method(model: Any, method: Any) -> Any:

@@ -67,9 +67,9 @@ class Serving:
 
     ops: tuple[ServedOp, ...]
 
-    def __call__(self, cls: Any, rules: Rules) -> Call:
-        """Returns a new call of a model of this class."""
-        return ServingCall(self, cls, rules)
+    def __call__(self, model: Any) -> Call:
+        """Returns a new call of a model."""
+        return ServingCall(self, model)
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -133,8 +133,8 @@ def _trace(model: Any, variables: Any, calls: Mapping[str, Any]) -> set[Path]:
 class RecordingCall(Call):
     """A traced call of a model that is to be frozen."""
 
-    def __init__(self, seen: dict[Path, SeenOp], cls: Any, rules: Rules) -> None:
-        super().__init__(cls, rules)
+    def __init__(self, seen: dict[Path, SeenOp], model: Any) -> None:
+        super().__init__(model)
         self.seen = seen
 
     def on_op(
@@ -175,8 +175,8 @@ def _replaced(
 class ServingCall(Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
-    def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
-        super().__init__(cls, rules)
+    def __init__(self, serving: Serving, model: Any) -> None:
+        super().__init__(model)
         self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site
+from fp8flax._model.rules import DEFAULT, Decision, Rules, Site
 from fp8flax._model.wrapped_module import made_once, standing_for
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 
@@ -260,7 +260,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     has_ops = any(isinstance(node, Fp8Op) for _, node in nnx.iter_graph(copy))
     options.check(decided, has_ops)
     for site, decision in decided:
-        if op_of(site) is not None and (not decision.converts or decision.reason == BY_DEFAULT):
+        if op_of(site) is not None and (not decision.converts or decision.pattern == DEFAULT):
             continue  # the op that the user gave
         if decision.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, decision, options)))
