@@ -37,7 +37,7 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Decision, Rules, Site
+from fp8flax._model.rules import Decision, Site
 
 Path = tuple[str, ...]
 
@@ -246,7 +246,7 @@ def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
         is_of_op = path[0] == here and path[-1] in leaves
         flat[(there, *_swapped(path[1:])) if is_of_op else path] = x
-    return {**dict.fromkeys(variables, {}), **unflatten_dict(flat)}
+    return {**{name: {} for name in variables}, **unflatten_dict(flat)}
 
 
 def _swapped(path: Path) -> Path:

@@ -27,8 +27,9 @@ from fp8flax._linen.conversion import having
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-# It matches a whole element of a stack of scopes, because a module's name may begin with the same text.
-_OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+# Scopes of a contraction that was handled before, or of its derivative. The pattern matches a whole element
+# of a stack of scopes, because a module's name may begin with the same text.
+_HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 
 @dataclasses.dataclass
@@ -90,22 +91,24 @@ class Interception:
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
         left, kernel = self.origins.of(lhs), self.origins.of(rhs)
-        restore: Callable[[Any], Any] = lambda out: out  # noqa: E731
-        is_swapped = False
+        restore: Callable[[Any], Any] | None = None
         if left is not None and kernel is None and row.swapped is not None:
-            is_swapped = True
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
-        impossible, kind = row.unsupported(params), "product"
-        if left is not None and kernel is not None:
-            impossible, kind, kernel = impossible or "a product of two parameters", "parameters", None
-        frame = self.frame
-        if kernel is None:
-            product = f"{frame.method or ''}_{kind}".lstrip("_")
+        frame, impossible = self.frame, row.unsupported(params)
+        if kernel is not None and left is None:
+            name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
+        else:
+            kind = "product" if kernel is None else "parameters"
+            impossible = impossible or (None if kernel is None else "a product of two parameters")
+            product, kernel = f"{frame.method or ''}_{kind}".lstrip("_"), None
             name = f"{product}_{frame.counts[product]}"
             frame.counts[product] += 1
-        else:
-            name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
+
+        def by(op: Callable[..., jax.Array]) -> jax.Array:
+            out = op(lhs, rhs, *arguments)
+            return out if restore is None else restore(out)
+
         site = Site(
             path="/".join(frame.path),
             module=frame.module,
@@ -117,10 +120,10 @@ class Interception:
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
             impossible=impossible,
             name=name,
-            is_swapped=is_swapped,
+            is_swapped=restore is not None,
             in_custom_vjp=any(self.custom_vjps),
         )
-        return site, kernel, lambda op: restore(op(lhs, rhs, *arguments))
+        return site, kernel, by
 
     def on_primitive(
         self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
@@ -131,7 +134,7 @@ class Interception:
         self.look_for_params()
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
-        if row is not None and not _was_handled(name_scopes.current()):
+        if row is not None and not _HANDLED.search(name_scopes.current()):
             with running_in(front.behind), having(self, is_passing=True):
                 result = self.contract(*self._contraction(row, operands, params))
             if not isinstance(result, str):
@@ -162,16 +165,9 @@ class Interception:
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
+        inside = [*equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")]
         # The modules in a function of nn.jit were already intercepted when the function was traced.
-        top_level = equations(params["jaxpr"], looks_into=lambda _: False)
-        if any(_was_handled(one.scopes) for one in top_level):
+        if any(_HANDLED.search(one.scopes) for one in inside):
             return False
-        inside = equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")
-        return any(row_of(one.eqn.primitive) is not None for one in inside) or any(
-            self.origins.of(x) is not None for x in operands
-        )
-
-
-def _was_handled(scopes: str) -> bool:
-    """Returns whether these scopes belong to a contraction that was handled before, or its derivative."""
-    return _OURS.search(scopes) is not None
+        has_contraction = any(row_of(one.eqn.primitive) is not None for one in inside)
+        return has_contraction or any(self.origins.of(x) is not None for x in operands)

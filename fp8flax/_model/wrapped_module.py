@@ -24,36 +24,28 @@ _classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``make``, a function that makes a class, such that equal arguments give the same class."""
+    """Returns ``make``, which makes a subclass of a class, such that equal arguments give one subclass.
+
+    The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
+    """
 
     @wraps(make)
-    def get(*key: Any) -> Any:
-        found = _classes.get((make, *key))
-        return _classes.setdefault((make, *key), make(*key)) if found is None else found
+    def get(cls: type, *key: Any) -> Any:
+        made = _classes.get((make, cls, *key))
+        if made is None:
+            made = make(cls, *key)
+            made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
+            made._fp8_base = cls
+
+            def reduce(self: Any, protocol: Any) -> Any:
+                _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
+                return _empty, (get, cls, *key), *state
+
+            made.__reduce_ex__ = reduce
+            made = _classes.setdefault((make, cls, *key), made)
+        return made
 
     return get
-
-
-def standing_for(cls: type, *made_by: Any) -> dict[str, Any]:
-    """Returns the attributes of a subclass that has the name of its base class, also for pickles.
-
-    ``made_by`` is the function of ``made_once`` that makes the subclass, and its other arguments.
-    """
-    make, *more = made_by
-    return {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduced,
-        "_fp8_base": cls,
-        "_fp8_made_by": (make, cls, *more),
-    }
-
-
-def _reduced(self: Any, protocol: Any) -> Any:
-    """Pickles an object by how its class is made, because the class cannot be imported by its name."""
-    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-    return _empty, self._fp8_made_by, *state
 
 
 def _empty(make: Callable[..., Any], *key: Any) -> Any:
@@ -66,7 +58,6 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
-        **standing_for(cls, converted_class, rules, make_call),
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
@@ -122,7 +113,7 @@ def _fp8_run(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Converted:
-    """The methods and attributes that converted models have in addition to those of their class."""
+    """The methods of converted models in addition to those of their class."""
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]

@@ -32,7 +32,7 @@ from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Decision, Rules, Site
-from fp8flax._model.wrapped_module import made_once, standing_for
+from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 
 
@@ -156,7 +156,7 @@ def watch(node: Any) -> None:
 @made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body = standing_for(cls, _watched_class, is_pytree)
+    body = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
@@ -241,7 +241,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     if converted := ["/".join(path) for path, op in given.items() if op._reason]:
         raise ValueError(
             f"{type(model).__name__} is converted already, or a part of it: the op at {converted[0]!r} "
-            "comes from quantize_model. Call it once, on the whole unconverted model, with all rules at once."
+            "comes from quantize_model. Call it once, on the whole model, with all rules at once."
         )
     copy: Any = nnx.clone(model)
     found = {layer.scope: layer for layer in layers_of(copy)}
