@@ -22,8 +22,7 @@ def calls_of(scope: Any) -> tuple[Any, ...]:
     declares the state of the op and computes. ``call.state_of(op, leaf)`` returns one array of the state,
     or None if it is in its collection.
     """
-    calls: tuple[Any, ...] = () if scope is None else scope.flags.get(_FLAG, ())
-    return calls
+    return () if scope is None else scope.flags.get(_FLAG, ())
 
 
 def in_call(scope: Any, call: Any) -> AbstractContextManager[None]:

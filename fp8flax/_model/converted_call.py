@@ -73,11 +73,7 @@ class Call(Interception):
         return merged(jax.tree.map(as_jax, variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the method as the caller sees them.
-
-        Raises:
-            ValueError: the state that ``init`` made for an op in a loop does not come through.
-        """
+        """Returns the collections of the method as the caller sees them, if no state is lost."""
         for path in self._made:
             if _found(variables[PARAMS], path[len(self.path) :]) is None:
                 layer = "/".join(path[:-2])
@@ -211,8 +207,7 @@ class Call(Interception):
     def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
         """Returns an array that the parameters hold for an op; None if there is none of this name."""
         root, path = self._place(op, name)
-        value: jax.Array | None = _found(_variables_of(root).get(PARAMS, {}), path)
-        return value
+        return _found(_variables_of(root).get(PARAMS, {}), path)
 
     def _place(self, op: Fp8Op, name: str) -> tuple[Any, Path]:
         """Returns the root scope whose parameters hold an array of an op, and its path in them.
@@ -220,10 +215,10 @@ class Call(Interception):
         It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
         changed the state.
         """
-        here, scope = trace_behind(), cast(Any, op.scope)
-        roots = [frame.module.scope.root for frame in self.frames if frame.trace is here]
+        here, default = trace_behind(), cast(Any, op.scope).root
+        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
         own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
-        root = next(own, scope.root)
+        root = next(own, default)
         return root, _swapped((*op.path, name))[len(root.path) :]
 
 
@@ -272,8 +267,7 @@ def inputs_of_calls(model: Any) -> dict[str, Any]:
 
     A converted model and its clones share the record.
     """
-    found: dict[str, Any] = vars(model).setdefault("_fp8_inputs", {})
-    return found
+    return vars(model).setdefault("_fp8_inputs", {})
 
 
 def as_struct(x: Any) -> Any:

@@ -130,8 +130,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         1 of 2 contractions are converted (99.9 % of their FLOPs).
     """
     if is_nnx(model):
-        found: ModelReport = importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
-        return found
+        return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     decided: dict[str, tuple[Site, Decision]] = {}
@@ -149,7 +148,7 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     unseen = []
     for one in equations(program):
         eqn, scopes, row = one.eqn, one.scopes, row_of(one.eqn.primitive)
-        if row is None or re.search(rf"\b{BY_OP}\b", scopes):
+        if row is None or re.search(rf"\b(?:{BY_OP}|{NOT_CONVERTED})\b", scopes):
             continue
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
         lhs, rhs, *more = (var.aval for var in eqn.invars)
@@ -158,7 +157,7 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
             if decided[scope][0].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
-        elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
+        else:
             unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
     rows = []
     for (key, sizes), count in counts.items():
