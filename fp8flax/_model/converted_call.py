@@ -128,11 +128,10 @@ class Call(Interception):
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        if self.frames and self.frame.module.scope is scope and self.frame.method is not None:
-            with self.watching():
-                return run(*args, **kwargs)
+        is_shared = self.frames and self.frame.module.scope is scope and self.frame.method is not None
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        with self.in_frame(module, "" if is_main else context.method_name):
+        method = "" if is_main else context.method_name
+        with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
     def look_for_params(self) -> None:
@@ -185,7 +184,8 @@ class Call(Interception):
         options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
-            return by(OPS[site.op](recipe=decision.recipe, **options, parent=parent))
+            op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
+            return by(op)
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
@@ -205,7 +205,7 @@ class Call(Interception):
         return value
 
     def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
-        """Returns an array that the parameters hold for an op; None if there is none of this name."""
+        """Returns an array of an op that is among the parameters; None if there is none of this name."""
         root, path = self._place(op, name)
         return _found(_variables_of(root).get(PARAMS, {}), path)
 

@@ -79,8 +79,7 @@ class Interception:
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
-        Functions inside of transformations (``lax.scan``, ``jax.checkpoint``, custom derivatives) run in
-        other traces. The modules inside of Flax's transformations call this method again.
+        In another trace, such as that of a loop's body, modules call this method again.
         """
         if current_handler() is self:
             return contextlib.nullcontext()

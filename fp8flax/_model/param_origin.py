@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Movements that leave every value in its place.
+# Primitives that leave every value in its place.
 CAST = "convert_element_type"
 CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
-# Movements after which every value is there exactly once.
+# Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
-# All movements: primitives that change only the place or the dtype of values.
+# Primitives that change only the place or the dtype of values.
 MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 
 
@@ -121,17 +121,14 @@ class Origin(NamedTuple):
         return Origin(self.sources, part, axes, steps)
 
 
-def _ranges(
-    name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """Returns the dimensions that a slice or a split does not take whole, each with its range."""
+def _ranges(name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]) -> Any:
+    """Yields the dimensions that a slice or a split does not take whole, each with its range."""
     if name == "split":
         start = sum(params["sizes"][:index])
-        return [(params["axis"], start, start + params["sizes"][index])]
-    if name != "slice":
-        return []
-    limits = zip(params["start_indices"], params["limit_indices"], shape)
-    return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
+        yield params["axis"], start, start + params["sizes"][index]
+    if name == "slice":
+        limits = zip(params["start_indices"], params["limit_indices"], shape)
+        yield from ((i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size))
 
 
 NUMBER = Origin(part="")

@@ -44,7 +44,6 @@ class Site(NamedTuple):
     """A contraction in a model, as the rules see it."""
 
     path: str
-    """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""
     kernel: str | None
@@ -84,14 +83,6 @@ class Decision(NamedTuple):
     reason: str
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
-
-
-NOTHING_SEEN = (
-    "The model computes no contraction that quantize_model looks into. Layers with an op of their own, "
-    "such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and remat, but not into JAX's "
-    "own lax.scan, jax.checkpoint and custom derivatives. In NNX it needs inputs to find what modules "
-    "write out: quantize_model(model, x)."
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,10 +127,7 @@ class Rules:
                 ) from error
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields, in the order in which they are tried, each pattern or callable after its description.
-
-        The outcome of a pattern follows.
-        """
+        """Yields the description, the pattern or callable, and the outcome of each rule in order."""
         for pattern in self.exclude:
             yield f"exclude {pattern!r}", pattern, LEAVE
         for rule in self.rules:
@@ -187,14 +175,14 @@ class Rules:
         return f"operands of {', '.join(narrow)}" if narrow else None
 
     def check(self, decided: Collection[tuple[Site, Decision]], has_ops: bool) -> None:
-        """Raises ``ValueError`` if a pattern decided nothing, or the model has no FP8 op.
-
-        Args:
-            decided: all contractions of the model, with the decisions about them.
-            has_ops: whether the model has FP8 ops of its own.
-        """
+        """Raises ``ValueError`` if a pattern decided nothing, or the model would have no FP8 op."""
         if not decided and not has_ops:
-            raise ValueError(NOTHING_SEEN)
+            raise ValueError(
+                "The model computes no contraction that quantize_model looks into. Layers with an op of "
+                "their own, such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and "
+                "remat, but not into JAX's own lax.scan, jax.checkpoint and custom derivatives. In NNX it "
+                "needs inputs to find what modules write out: quantize_model(model, x)."
+            )
         used = {decision.pattern for _, decision in decided}
         texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
         unmatched = ", ".join(text for text in texts if text not in used)

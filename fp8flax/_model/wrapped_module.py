@@ -102,13 +102,8 @@ def _in_call(method: Any) -> Any:
     return nn.nowrap(begin)
 
 
-def _fp8_run(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``.
-
-    A string is the name of a submodule, or of a method that Linen does not wrap.
-    """
-    if isinstance(function, str):
-        return getattr(self, function)(*args, **kwargs)
+def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
     return function(self, *args, **kwargs)
 
 
@@ -141,6 +136,8 @@ def _as_method(model: Any, method: Any) -> Any:
     own = vars(type(model)).get(name)
     if own is not None and function in (name, own, own.__wrapped__):
         return own
+    if isinstance(method, str):  # a submodule, or a method that Linen does not wrap
+        function = lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)  # noqa: E731
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
 
