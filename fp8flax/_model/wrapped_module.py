@@ -157,12 +157,10 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     if shapes is None:
         shapes = eval_init(model, args, kwargs)
 
-    def apply(mutable: Any, *args: Any, **kwargs: Any) -> Any:
-        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
-
+    apply = partial(model.apply, rngs=jax.random.key(0))
     all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
     try:
-        return program_of(partial(apply, all_others), shapes, args, kwargs)
+        return program_of(partial(apply, mutable=all_others), shapes, args, kwargs)
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
         # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
-        return program_of(partial(apply, False), shapes, args, kwargs)
+        return program_of(apply, shapes, args, kwargs)
