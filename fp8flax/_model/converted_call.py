@@ -37,7 +37,7 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Decision, Site
+from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
@@ -48,8 +48,8 @@ CODES = "codes"
 class Call(Interception):
     """One call of a converted model by code outside of the model.
 
-    If there is ``counted``, it gets the contractions and the decisions about them by ``Site.scope``. Each
-    contraction is then computed in this scope, and none is converted.
+    If there is ``counted``, it gets the contractions with the decisions by ``Site.scope``. Each contraction
+    is then computed in this scope, and none is converted.
     """
 
     on_op: Any = None
@@ -57,13 +57,13 @@ class Call(Interception):
     has_ops = False
     """Whether an FP8 op has run."""
 
-    def __init__(self, model: Any, *, counted: dict[str, tuple[Site, Decision]] | None = None) -> None:
+    def __init__(self, model: Any, *, counted: dict[str, Site] | None = None) -> None:
         super().__init__()
         self.cls, self.rules, self.is_counting = type(model), model._fp8_rules, counted is not None
         # The path is empty unless a Linen model that is not converted calls the model.
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
-        """The contractions and the decisions about them, by ``Site.scope``."""
+        """The contractions with the decisions about them, by ``Site.scope``."""
         self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
@@ -172,19 +172,18 @@ class Call(Interception):
         # A converted model inside of this one has its own rules.
         models = (frame.module for frame in reversed(self.frames) if hasattr(frame.module, "_fp8_rules"))
         rules = next(models)._fp8_rules
-        decision = rules.decide(site)
-        if rules is not self.rules:
-            decision = decision._replace(pattern=None)
+        site = rules.decide(site)
         # The scope of a module must not outlive its trace.
-        self.decided[site.scope] = site._replace(module=type(module)), decision
+        pattern = site.pattern if rules is self.rules else None
+        self.decided[site.scope] = site._replace(module=type(module), pattern=pattern)
         if self.is_counting:
             return site.scope
-        if not decision.converts:
+        if not site.converts:
             return NOT_CONVERTED
         options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
-            op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
+            op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
             return by(op)
 
     def origin_of(self, value: Any) -> Origin | None:

@@ -20,7 +20,7 @@ from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import Call
 from fp8flax._model.quantize_model import is_nnx
-from fp8flax._model.rules import Decision, Site
+from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 
 
@@ -133,14 +133,14 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
-    decided: dict[str, tuple[Site, Decision]] = {}
+    decided: dict[str, Site] = {}
     make_call = partial(Call, counted=decided)
     counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
     return report_of(trace_apply(counted, None, args, kwargs), decided)
 
 
-def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:
-    """Returns the report of a model, from the jaxpr of a call and the decisions of the rules.
+def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
+    """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
     In ``program`` each contraction is in its ``Site.scope``, which is its key in ``decided``.
     """
@@ -154,16 +154,16 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
         lhs, rhs, *more = (var.aval for var in eqn.invars)
         if scope in decided:
             sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(eqn.params))
-            if decided[scope][0].is_swapped:
+            if decided[scope].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
         else:
             unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
     rows = []
     for (key, sizes), count in counts.items():
-        site, decision = decided[key]
-        converted, reason = decision.converts, decision.reason
-        if converted and recipe_in_use(decision.recipe, DelayedScaling()) is None:
+        site = decided[key]
+        converted, reason = site.converts, site.reason
+        if converted and recipe_in_use(site.recipe, DelayedScaling()) is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         rows.append(
             Row(

@@ -41,7 +41,7 @@ DEFAULT = "default"
 
 
 class Site(NamedTuple):
-    """A contraction in a model, as the rules see it."""
+    """A contraction in a model, and the decision of the rules about it."""
 
     path: str
     module: Any
@@ -66,23 +66,19 @@ class Site(NamedTuple):
     """Whether it is inside of a function with a derivative of its own."""
     stacked: tuple[int, ...] = ()
     """In NNX, the sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
+    converts: bool = False
+    """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
+    recipe: Recipe | None = None
+    """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
+    reason: str = ""
+    pattern: str | None = None
+    """The description of the rule that decided; None if none did."""
 
     @property
     def scope(self) -> str:
         """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
         text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
-
-
-class Decision(NamedTuple):
-    """The decision of the rules about one contraction."""
-
-    converts: bool
-    recipe: Recipe | None
-    """The recipe of the contraction; None for the recipe of ``autocast``, or the default."""
-    reason: str
-    pattern: str | None = None
-    """The description of the rule that decided; None if none did."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,8 +131,8 @@ class Rules:
         for pattern in self.include or ():
             yield f"include {pattern!r}", pattern, self.recipe
 
-    def decide(self, site: Site) -> Decision:
-        """Returns the decision of the first rule that matches a contraction; without one, the default.
+    def decide(self, site: Site) -> Site:
+        """Returns a contraction with the decision of the first rule that matches, or of the default.
 
         Raises:
             ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
@@ -151,10 +147,10 @@ class Rules:
             elif not any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None):
                 continue
             if isinstance(outcome, str):
-                return Decision(False, None, f"left by {text}", text)
+                return site._replace(reason=f"left by {text}", pattern=text)
             reason = self._why_not(site) or (_why_not_by_default(site) if text == DEFAULT else None)
             if reason is not None:
-                return Decision(False, None, reason, text)
+                return site._replace(reason=reason, pattern=text)
             if site.in_custom_vjp:
                 raise ValueError(
                     f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
@@ -162,8 +158,8 @@ class Rules:
                     f"quantize_model(model, exclude={site.path!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            return Decision(True, outcome, by, text)
-        return Decision(False, None, "not included")
+            return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
+        return site._replace(reason="not included")
 
     def _why_not(self, site: Site) -> str | None:
         """Returns why no op can compute a contraction, or may; None if one can."""
@@ -174,7 +170,7 @@ class Rules:
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
 
-    def check(self, decided: Collection[tuple[Site, Decision]], has_ops: bool) -> None:
+    def check(self, decided: Collection[Site], has_ops: bool) -> None:
         """Raises ``ValueError`` if a pattern decided nothing, or the model would have no FP8 op."""
         if not decided and not has_ops:
             raise ValueError(
@@ -183,17 +179,17 @@ class Rules:
                 "remat, but not into JAX's own lax.scan, jax.checkpoint and custom derivatives. In NNX it "
                 "needs inputs to find what modules write out: quantize_model(model, x)."
             )
-        used = {decision.pattern for _, decision in decided}
+        used = {site.pattern for site in decided}
         texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
         unmatched = ", ".join(text for text in texts if text not in used)
         if unmatched and not self.allow_unmatched:
-            paths = ", ".join(sorted({site.path or "(the model itself)" for site, _ in decided}))
+            paths = ", ".join(sorted({site.path or "(the model itself)" for site in decided}))
             raise ValueError(
                 f"No contraction was the first to match {unmatched}. The modules with contractions are: "
                 f"{paths}. Correct the pattern, or pass allow_unmatched=True."
             )
-        if not has_ops and not any(decision.converts for _, decision in decided):
-            reasons = sorted({f"{site.path or 'the model'}: {one.reason}" for site, one in decided})
+        if not has_ops and not any(site.converts for site in decided):
+            reasons = sorted({f"{site.path or 'the model'}: {site.reason}" for site in decided})
             raise ValueError(
                 f"None of the model's {len(decided)} contractions would run in FP8. "
                 f"{'; '.join(reasons[:8])}{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also "

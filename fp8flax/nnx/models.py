@@ -31,7 +31,7 @@ from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Decision, Rules, Site
+from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 
@@ -247,17 +247,17 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     found = {layer.scope: layer for layer in layers_of(copy)}
     if inputs:
         found |= DryRun(copy, inputs, {}).found
-    decided = [(site, options.decide(site)) for site in found.values()]
+    decided = [options.decide(site) for site in found.values()]
     options.check(decided, has_ops=bool(given))
-    for site, decision in decided:
-        if op_of(site) is not None and (not decision.converts or decision.pattern == DEFAULT):
+    for site in decided:
+        if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
-        if decision.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(site, decision, options)))
+        if site.converts:
+            setattr(site.module, site.name, nnx.data(_new_op(site, options)))
             if site.name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
-            wide = LeftWide(site.path, _plain(site.op), decision.reason)
+            wide = LeftWide(site.path, _plain(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     fields = {row.nnx_field for row in OPS}
     for path, op in nodes_of(copy, Fp8Op).items():
@@ -266,13 +266,13 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     return copy
 
 
-def _new_op(site: Site, decision: Decision, options: Rules) -> Fp8Op:
+def _new_op(site: Site, options: Rules) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
     form = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
-    op._reason = decision.reason
+    op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
+    op._reason = site.reason
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()
@@ -285,17 +285,17 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, {scope: (site, _decision_of(site)) for scope, site in run.found.items()})
+    return report_of(run.program, {scope: _decided(site) for scope, site in run.found.items()})
 
 
-def _decision_of(site: Site) -> Decision:
-    """Returns the decision of ``quantize_model`` about a contraction of a converted model."""
+def _decided(site: Site) -> Site:
+    """Returns a contraction of a converted model with the decision of ``quantize_model``."""
     there = getattr(site.module, site.name, None)
     if isinstance(there, Fp8Op):
-        return Decision(True, there.recipe, there._reason)
+        return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
     if isinstance(there, LeftWide):
-        return Decision(False, None, there.reason)
+        return site._replace(reason=there.reason)
     if site.kernel is None or site.impossible is not None:
-        return Decision(False, None, Rules().decide(site).reason)
+        return Rules().decide(site)
     reason = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-    return Decision(False, None, reason)
+    return site._replace(reason=reason)
