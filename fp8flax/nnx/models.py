@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
@@ -75,14 +76,10 @@ def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Se
 
 def _is_matmul(layer: nnx.Conv) -> bool:
     """Returns whether a convolution is a matmul for inputs of any size, because no windows overlap."""
-
-    def each(value: Any) -> tuple[int, ...]:
-        value = 1 if value is None else value
-        return (value,) * len(layer.kernel_size) if isinstance(value, int) else tuple(value)
-
-    windows = zip(layer.kernel_size, each(layer.kernel_dilation), each(layer.strides))
-    are_apart = all((size - 1) * dilation < stride for size, dilation, stride in windows)
-    return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
+    options = layer.strides, layer.kernel_dilation, layer.input_dilation
+    strides, dilation, input_dilation = (np.array(1 if x is None else x) for x in options)
+    are_apart = np.all((np.array(layer.kernel_size) - 1) * dilation < strides)
+    return bool(are_apart and np.all(input_dilation == 1) and layer.feature_group_count == 1)
 
 
 def layers_of(model: nnx.Module) -> Iterator[Site]:
