@@ -157,7 +157,9 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     if shapes is None:
         shapes = eval_init(model, args, kwargs)
 
-    apply = partial(model.apply, rngs=jax.random.key(0))
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return model.apply(*args, rngs=jax.random.key(0), **kwargs)
+
     all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
     try:
         return program_of(partial(apply, mutable=all_others), shapes, args, kwargs)
