@@ -6,7 +6,7 @@ Linen passes the flags of a scope on to the scopes below it, also through its tr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import flax.core
@@ -22,16 +22,23 @@ def calls_of(scope: Any) -> tuple[Any, ...]:
     declares the state of the op and computes. ``call.state_of(op, leaf)`` returns one array of the state,
     or None if it is in its collection.
     """
-    calls: tuple[Any, ...] = () if scope is None else scope.flags.get(_FLAG, ())
-    return calls
+    return () if scope is None else scope.flags.get(_FLAG, ())
+
+
+def in_call(scope: Any, call: Any) -> AbstractContextManager[None]:
+    """Returns a context in which this call is the innermost one of a scope and of the scopes below it."""
+    return having(scope, flags=flax.core.freeze({**scope.flags, _FLAG: (*calls_of(scope), call)}))
 
 
 @contextmanager
-def in_call(scope: Any, call: Any) -> Iterator[None]:
-    """A context in which this call is the innermost one of a scope, and of the scopes made from it."""
-    before = scope.flags
-    scope.flags = flax.core.freeze({**before, _FLAG: (*calls_of(scope), call)})
+def having(owner: Any, **attributes: Any) -> Iterator[None]:
+    """A context in which an object has these attributes of its own."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        scope.flags = before
+        for name in attributes:
+            del own[name]
+        own.update(before)

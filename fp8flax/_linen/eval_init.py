@@ -9,21 +9,20 @@ import flax.linen as nn
 import jax
 
 
-def of_arrays(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
+def of_arrays(
+    function: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], dict[int, Any]]:
     """Returns ``function(x, *args, **kwargs)`` as a function of ``x`` and arrays, and these arrays.
 
     They are the arrays and shapes among the arguments. All other arguments stay concrete.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
-    def call(x: Any, arrays: list[Any]) -> Any:
-        remaining = iter(arrays)
-        filled = [next(remaining) if a else leaf for a, leaf in zip(is_array, leaves)]
-        args, kwargs = treedef.unflatten(filled)
+    def call(x: Any, arrays: dict[int, Any]) -> Any:
+        args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(x, *args, **kwargs)
 
-    return call, [leaf for a, leaf in zip(is_array, leaves) if a]
+    return call, {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
 
 def program_of(function: Callable[..., Any], variables: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,20 @@
-"""Runs one call of a converted model: computes each contraction as the rules decide."""
+"""Runs one call of a converted model: computes each contraction as the rules decide.
+
+The scaling state is among the parameters while a converted model runs. The author of a model wrote
+``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` without scaling state in mind. Among the
+parameters, the state is stacked, sliced and shared as the kernels are::
+
+    the caller has                                a method of the model sees
+    --------------                                --------------------------
+    params/                                       params/
+      layers/Dense_0/kernel                         layers/Dense_0/
+    _overwrite_with_gradient/                         kernel
+      layers/Dense_0/                                 fP8dOTgENERALoP_0/INPUT_SCALE
+        Fp8DotGeneralOp_0/input_scale
+
+Names are written in the other case there. So no parameter of the model has such a name, and the filter
+``{"kernel"}`` of ``nn.WeightNorm`` does not match.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +26,44 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.traces import trace_behind, unwatched
-from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS, STATE_LEAF_NAMES
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.conversion import calls_of
+from fp8flax._linen.conversion import calls_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception, Path
+from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Decision, Rules, Site, why_unconverted
-from fp8flax._model.state_places import merged, split, swapped
+from fp8flax._model.rules import Site
+
+Path = tuple[str, ...]
+
+CODES = "codes"
+"""The leaf of an op of a frozen model that holds the codes of its kernel."""
 
 
 class Call(Interception):
     """One call of a converted model by code outside of the model.
 
-    If there is ``counted``, it gets the contractions and the decisions about them by ``Site.scope``. Each
-    contraction is then computed in this scope, and none is converted.
+    If there is ``counted``, it gets the contractions with the decisions by ``Site.scope``. Each contraction
+    is then computed in this scope, and none is converted.
     """
 
-    collections = (PARAMS, OVERWRITE_WITH_GRADIENT)
-    """The collections that ``put_in`` and ``take_out`` convert."""
-    path: Path = ()
-    """The path of the model; it is empty unless a Linen model that is not converted calls it."""
-    is_init = False
-    """Whether ``init`` makes the call, to make the variables."""
     on_op: Any = None
     """A function that computes the Linen ops of the call in another way; see ``calls_of``."""
+    has_ops = False
+    """Whether an FP8 op has run."""
 
-    def __init__(
-        self, cls: type, rules: Rules, *, counted: dict[str, tuple[Site, Decision]] | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, counted: dict[str, Site] | None = None) -> None:
         super().__init__()
-        self.cls, self.counted = cls, counted
-        self.rules = self._rules_here = rules
-        self.decided: list[tuple[Site, Decision]] = []
-        self.has_ops = False
-        """Whether an FP8 op has run."""
+        self.cls, self.rules, self.is_counting = type(model), model._fp8_rules, counted is not None
+        # The path is empty unless a Linen model that is not converted calls the model.
+        self.path, self.is_init = model.scope.path, model.is_initializing()
+        self.decided = {} if counted is None else counted
+        """The contractions with the decisions about them, by ``Site.scope``."""
         self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
@@ -59,11 +73,7 @@ class Call(Interception):
         return merged(jax.tree.map(as_jax, variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the method as the caller sees them.
-
-        Raises:
-            ValueError: the state that ``init`` made for an op in a loop does not come through.
-        """
+        """Returns the collections of the method as the caller sees them, if no state is lost."""
         for path in self._made:
             if _found(variables[PARAMS], path[len(self.path) :]) is None:
                 layer = "/".join(path[:-2])
@@ -76,18 +86,11 @@ class Call(Interception):
         return split(variables)
 
     def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Records a call of a method with these arguments, and checks what ``init`` has computed.
-
-        Raises:
-            ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
-        """
+        """Records a call of a method with these arguments, and checks what ``init`` has computed."""
         if method != "_fp8_run":  # a function may hold tracers
             inputs_of_calls(model)[method] = jax.tree.map(as_struct, (args, kwargs))
         if method == "__call__" and self.is_init:
-            self.rules.check_matched(self.decided)
-            is_converted = self.has_ops or any(decision.converts for _, decision in self.decided)
-            if not is_converted and self.counted is None:
-                raise ValueError(why_unconverted(self.decided))
+            self.rules.check(self.decided.values(), has_ops=self.has_ops or self.is_counting)
 
     # How methods run.
 
@@ -95,20 +98,16 @@ class Call(Interception):
     def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
         """A context in which a method of a module runs."""
         scope = module.scope
-        if not any(frame.scope.root is scope.root for frame in self.frames):
+        if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root)
-        self.frames.append(Frame(scope.path, module, method, scope, trace_behind()))
-        before = vars(scope).get("variables")
+        self.frames.append(Frame(module, method, scope.path, trace_behind()))
         # self.variables of a module has the state where the caller has it.
-        scope.variables = lambda: split(_variables_of(scope))
+        variables = lambda: split(_variables_of(scope))  # noqa: E731
         try:
-            with self.watching():
+            with having(scope, variables=variables), self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
-            del scope.variables
-            if before is not None:
-                scope.variables = before
 
     @property
     def frame(self) -> Frame:  # type: ignore[override]
@@ -118,32 +117,31 @@ class Call(Interception):
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
         module, scope = context.module, context.module.scope
-        if self.is_passing:
+        if self.is_passing or scope is None:
             return run(*args, **kwargs)
-        if isinstance(module, Fp8Op) or scope is None:
-            self.has_ops = self.has_ops or scope is not None
-            with unwatched(), self.having(is_passing=True), jax.named_scope(BY_OP):
+        if isinstance(module, Fp8Op):
+            self.has_ops = True
+            with unwatched(), having(self, is_passing=True), jax.named_scope(BY_OP):
                 return run(*args, **kwargs)
         if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
             path = OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        if self.frames and self.frame.scope is scope and self.frame.method is not None:
-            with self.watching():
-                return run(*args, **kwargs)
+        is_shared = self.frames and self.frame.module.scope is scope and self.frame.method is not None
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        with self.in_frame(module, "" if is_main else context.method_name):
+        method = "" if is_main else context.method_name
+        with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
     def look_for_params(self) -> None:
         """Records the parameters that the running method has made."""
-        frame = self.frame
-        if frame.scope.root.is_mutable_collection(PARAMS):
-            number = len(_variables_of(frame.scope).get(PARAMS, {}))
+        frame, scope = self.frame, self.frame.module.scope
+        if scope.root.is_mutable_collection(PARAMS):
+            number = len(_variables_of(scope).get(PARAMS, {}))
             if frame.num_params != number:
                 frame.num_params = number
-                self._add_params(frame.scope)
+                self._add_params(scope)
 
     def _add_params(self, scope: Any) -> None:
         """Records the parameters in a scope, if they are those of the model."""
@@ -156,47 +154,44 @@ class Call(Interception):
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction in FP8 if the rules convert it."""
-        scope = self.frame.scope
-        name = "0" if kernel is not None and self._is_of_a_layer(kernel) else site.name
-        site = site._replace(name=f"{site.op.name}_{name}")
-        if isinstance(site.module, nn.WeightNorm | nn.SpectralNorm):
-            site = site._replace(impossible="part of a normalization of weights")
-        elif self not in calls_of(scope) and site.impossible is None:
-            reason = (
+        module, scope = site.module, site.module.scope
+        name, impossible = site.name, site.impossible
+        fields = "dot_general_cls", "conv_general_dilated_cls"
+        is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
+        if is_layer and kernel is not None:
+            # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
+            is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
+            name = "0" if is_own or type(module).__module__.startswith("flax.") else name
+        if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
+            impossible = "part of a normalization of weights"
+        elif self not in calls_of(scope):
+            impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
-            site = site._replace(impossible=reason)
-        decision = self._rules_here.decide(site)
-        if self._rules_here is not self.rules:
-            decision = decision._replace(pattern=None)  # it is one of the rules of another model
-        site = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
-        self.decided.append((site, decision))
-        if self.counted is not None:
-            self.counted[site.scope] = site, decision
+        site = site._replace(name=f"{site.op.name}_{name}", impossible=impossible)
+        # A converted model inside of this one has its own rules.
+        models = (frame.module for frame in reversed(self.frames) if hasattr(frame.module, "_fp8_rules"))
+        rules = next(models)._fp8_rules
+        site = rules.decide(site)
+        # The scope of a module must not outlive its trace.
+        pattern = site.pattern if rules is self.rules else None
+        self.decided[site.scope] = site._replace(module=type(module), pattern=pattern)
+        if self.is_counting:
             return site.scope
-        if not decision.converts:
+        if not site.converts:
             return NOT_CONVERTED
-        options = {"form": self._rules_here.form} if site.op.has_form else {}
+        options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
-            return by(OPS[site.op](recipe=decision.recipe, **options, parent=parent))
-
-    def _is_of_a_layer(self, kernel: Origin) -> bool:
-        """Returns whether the running module is a Linen layer that takes an op for this kernel.
-
-        The op then has the name that an op given by hand would have.
-        """
-        module = self.frame.module
-        fields = ("dot_general_cls", "conv_general_dilated_cls")
-        if not (isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)):
-            return False
-        is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
-        return is_own or type(module).__module__.startswith("flax.")  # it has one contraction
+            op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
+            return by(op)
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but parameters."""
         self.look_for_params()
         return self.origins.of(value)
+
+    # Where the state is.
 
     def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
         """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
@@ -209,10 +204,9 @@ class Call(Interception):
         return value
 
     def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
-        """Returns an array that the parameters hold for an op; None if there is none of this name."""
+        """Returns an array of an op that is among the parameters; None if there is none of this name."""
         root, path = self._place(op, name)
-        value: jax.Array | None = _found(_variables_of(root).get(PARAMS, {}), path)
-        return value
+        return _found(_variables_of(root).get(PARAMS, {}), path)
 
     def _place(self, op: Fp8Op, name: str) -> tuple[Any, Path]:
         """Returns the root scope whose parameters hold an array of an op, and its path in them.
@@ -220,20 +214,39 @@ class Call(Interception):
         It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
         changed the state.
         """
-        here, scope = trace_behind(), cast(Any, op.scope)
-        roots = [frame.scope.root for frame in self.frames if frame.trace is here]
+        here, default = trace_behind(), cast(Any, op.scope).root
+        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
         own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
-        root = next(own, scope.root)
-        return root, swapped((*op.path, name))[len(root.path) :]
+        root = next(own, default)
+        return root, _swapped((*op.path, name))[len(root.path) :]
 
 
-def inputs_of_calls(model: Any) -> dict[str, Any]:
-    """Returns, by the name of each method that was called, the arguments of its last call, without arrays.
+def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns variables as the model sees them: with the state among the parameters."""
+    return _moved(variables, OVERWRITE_WITH_GRADIENT, PARAMS)
 
-    A converted model and its clones share the record.
-    """
-    found: dict[str, Any] = vars(model).setdefault("_fp8_inputs", {})
-    return found
+
+def split(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns variables as the caller sees them: with the state in its own collection."""
+    return _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
+
+
+def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
+    """Returns variables with the arrays of ops moved to another collection."""
+    leaves = {*STATE_LEAF_NAMES, CODES}
+    if here == PARAMS:
+        leaves = {name.swapcase() for name in leaves}
+    flat: dict[Path, Any] = {}
+    for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
+        is_of_op = path[0] == here and path[-1] in leaves
+        flat[(there, *_swapped(path[1:])) if is_of_op else path] = x
+    return {**{name: {} for name in variables}, **unflatten_dict(flat)}
+
+
+def _swapped(path: Path) -> Path:
+    """Returns the path of an array of an op in the parameters, given that in its collection, or back."""
+    *module, op, leaf = path
+    return (*module, op.swapcase(), leaf.swapcase())
 
 
 def _variables_of(scope: Any) -> Any:
@@ -246,6 +259,14 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
+
+
+def inputs_of_calls(model: Any) -> dict[str, Any]:
+    """Returns, by the name of each method that was called, the arguments of its last call, without arrays.
+
+    A converted model and its clones share the record.
+    """
+    return vars(model).setdefault("_fp8_inputs", {})
 
 
 def as_struct(x: Any) -> Any:

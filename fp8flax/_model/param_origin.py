@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Movements that leave every value in its place.
+# Primitives that leave every value in its place.
 CAST = "convert_element_type"
 CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
-# Movements after which every value is there exactly once.
+# Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
-# All movements: primitives that change only the place or the dtype of values.
+# Primitives that change only the place or the dtype of values.
 MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 
 
@@ -66,8 +66,7 @@ class Origin(NamedTuple):
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
         """Makes the value of a whole parameter from an array in the place of it, perhaps without casts."""
-        assert self.steps is not None
-        for primitive, params in self.steps:
+        for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
                 array = primitive.bind(array, **params)
         return array
@@ -86,12 +85,9 @@ class Origin(NamedTuple):
     def name(self, module: tuple[str, ...], summed: Sequence[int]) -> str:
         """Returns the name of the value in a module at this path; the state of the op is named with it.
 
-        The name does not depend on what else a method computes. Different kernels of a module have
-        different names, but for those that ``part`` names alike. A kernel that is used twice in the same
-        way has one state, as a layer that is called twice has. The name ends with ``-T`` if the contraction
-        sums over the last dimension of the parameter, as in ``x @ w.T``.
-
-        ``summed`` are the dimensions of the value over which the contraction sums.
+        It does not depend on what else a method computes. A kernel that is used twice in the same way has
+        one state. The name ends with ``-T`` if the contraction sums over the last dimension of the
+        parameter, as in ``x @ w.T``; ``summed`` are the dimensions of the value that it sums over.
         """
         own = len(module)
         paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
@@ -125,21 +121,21 @@ class Origin(NamedTuple):
         return Origin(self.sources, part, axes, steps)
 
 
-def _ranges(
-    name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """Returns the dimensions that a slice or a split does not take whole, each with its range."""
+def _ranges(name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]) -> Any:
+    """Yields the dimensions that a slice or a split does not take whole, each with its range."""
     if name == "split":
         start = sum(params["sizes"][:index])
-        return [(params["axis"], start, start + params["sizes"][index])]
-    if name != "slice":
-        return []
-    limits = zip(params["start_indices"], params["limit_indices"], shape)
-    return [(i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size)]
+        yield params["axis"], start, start + params["sizes"][index]
+    if name == "slice":
+        limits = zip(params["start_indices"], params["limit_indices"], shape)
+        yield from ((i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size))
 
 
-COMPUTED = "computed"
-"""Stands for a value that is computed from parameters and other values."""
+NUMBER = Origin(part="")
+"""The origin of a number in the source of the model, and of what is computed from numbers."""
+
+COMPUTED = Origin()
+"""Stands for the origin of a value that is computed from parameters and other values."""
 
 
 class ParamOrigins:
@@ -147,26 +143,26 @@ class ParamOrigins:
 
     def __init__(self) -> None:
         # By the identity of a value: a weak reference, since a tracer must not outlive its trace.
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[int, tuple[Any, Origin]] = {}
 
     def of(self, value: Any) -> Origin | None:
         """Returns the origin of a value; None if it comes from anything but known parameters."""
-        _, found = self._known.get(id(value), (None, None))
-        return found if isinstance(found, Origin) and found.sources else None
+        _, found = self._known.get(id(value), (None, COMPUTED))
+        return found if found.sources else None
 
-    def _what_is(self, value: Any) -> Origin | str | None:
+    def _what_is(self, value: Any) -> Origin | None:
         """Returns the origin of a value; or ``COMPUTED``, or None if no parameter is in it."""
-        _, found = self._known.get(id(value), (None, None))
-        is_number = found is None and not isinstance(value, jax.Array) and np.ndim(value) == 0
-        return Origin() if is_number else found
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        return None if isinstance(value, jax.Array) or np.ndim(value) else NUMBER
 
-    def _set(self, value: Any, found: Origin | str) -> None:
+    def _set(self, value: Any, origin: Origin) -> None:
         known, key = self._known, id(value)
         try:
             held: Any = weakref.ref(value, lambda _: known.pop(key, None))
         except TypeError:  # a NumPy scalar has no weak references
             held = value
-        known[key] = held, found
+        known[key] = held, origin
 
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
@@ -181,29 +177,31 @@ class ParamOrigins:
         """Records the origins of the results of a primitive."""
         results = results if primitive.multiple_results else [results]
         known = [self._what_is(x) for x in operands]
-        if not all(isinstance(one, Origin) for one in known):
+        if None in known or COMPUTED in known:
             self.call(operands, results)
             return
-        made_of = [(one, x) for one, x in zip(known, operands) if isinstance(one, Origin) and one.sources]
+        made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
         is_movement = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         for i, result in enumerate(results):
-            if is_movement and len(made_of) == 1:
-                ((one, x),) = made_of
-                self._set(result, one.moved(primitive, params, i, x.shape))
-                continue
-            alike = [one for one, x in made_of if np.shape(x) == result.shape and one.part is not None]
-            first = alike[0] if alike and not is_movement else Origin()
-            named = [
-                source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
-                for one, _ in made_of
-                for source in one.sources
-            ]
-            # The axes are those of the first source.
-            sources = dict.fromkeys((*first.sources[:1], *named))
-            self._set(result, Origin(tuple(sources), first.part, first.axes))
+            if not made_of:
+                origin = NUMBER
+            elif is_movement and len(made_of) == 1:
+                origin = made_of[0][0].moved(primitive, params, i, made_of[0][1].shape)
+            else:
+                alike = (one for one, x in made_of if np.shape(x) == result.shape and one.part is not None)
+                first = COMPUTED if is_movement else next(alike, COMPUTED)
+                named = [
+                    source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
+                    for one, _ in made_of
+                    for source in one.sources
+                ]
+                # The axes are those of the first source.
+                sources = dict.fromkeys((*first.sources[:1], *named))
+                origin = Origin(tuple(sources), first.part, first.axes)
+            self._set(result, origin)
 
     def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Records the results of a function that is not looked into."""
-        if any(self._what_is(x) not in (None, Origin()) for x in operands):
+        if any(self._what_is(x) not in (None, NUMBER) for x in operands):
             for result in results:
                 self._set(result, COMPUTED)

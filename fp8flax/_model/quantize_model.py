@@ -41,8 +41,8 @@ def quantize_model(
 
     **Linen.** ``init`` gives the same parameters. With delayed scaling it also gives the state that the
     layers would have with ``dot_general_cls=Fp8DotGeneralOp``. While the model runs, the state is among the
-    parameters. So ``nn.scan``, ``nn.vmap`` and ``nn.remat`` stack and share it, although the model does not
-    name its collection there; and functions of ``nn.map_variables`` get it.
+    parameters, so ``nn.scan``, ``nn.vmap`` and ``nn.remat`` stack and share it as they do these, and
+    functions of ``nn.map_variables`` get it.
 
     A contraction that is written out with a parameter ``w`` has the state ``Fp8DotGeneralOp_w``, whatever
     else the method computes. ``…_qkv-axis1-0-64`` is the state of ``qkv[:, :64]``, and ``…_w-T`` that of a
@@ -53,9 +53,9 @@ def quantize_model(
     ``inputs``, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
     and ``nnx.Conv``, also inside of other modules of NNX. With ``inputs``, one abstract call of the model
     also finds the contractions that modules write out. Their ops are attributes of the modules, such as
-    ``fp8_w``. Each layer gets its own op, with fresh state; a module that occurs at two places gets one. A
-    layer with an op that you gave keeps this op and its state, unless ``rules`` or ``include`` convert the
-    layer. If ``nnx.vmap`` stacked a module along the first axis, for ``nnx.scan``, the state is stacked.
+    ``fp8_w``. Each module gets its own ops, with fresh state, which is stacked if ``nnx.vmap`` stacked the
+    module along the first axis. A layer with an op that you gave keeps it, unless ``rules`` or ``include``
+    convert the layer.
 
     Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
     the defaults. The defaults leave out
@@ -94,12 +94,12 @@ def quantize_model(
 
     Returns:
         A Linen module of a subclass of ``type(model)``, equal for equal arguments; or a copy of the NNX
-        model. ``report`` lists what is converted and why. The result can be copied and pickled, also for
-        another process, if the contents of ``rules`` can. Some code stays unconverted: JAX's own
-        ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists their
-        contractions), and submodules of Linen models that are called from outside, on a bound model or by a
-        function that ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert
-        ``method=lambda m, x: m.encoder(x)``.)
+        model. ``report`` lists what is converted and why. The result can be copied, and pickled if the
+        contents of ``rules`` can. Some code stays unconverted: JAX's own ``lax.scan``, ``jax.checkpoint``
+        and custom derivatives inside a method (``report`` lists their contractions), and submodules of
+        Linen models that are called from outside, on a bound model or by a function that ``nn.apply`` or
+        ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert ``method=lambda m, x:
+        m.encoder(x)``.)
 
     Raises:
         TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, ``products`` or

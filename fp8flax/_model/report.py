@@ -20,7 +20,7 @@ from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import Call
 from fp8flax._model.quantize_model import is_nnx
-from fp8flax._model.rules import Decision, Site
+from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 
 
@@ -130,18 +130,17 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         1 of 2 contractions are converted (99.9 % of their FLOPs).
     """
     if is_nnx(model):
-        found: ModelReport = importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
-        return found
+        return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
     if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
-    decided: dict[str, tuple[Site, Decision]] = {}
+    decided: dict[str, Site] = {}
     make_call = partial(Call, counted=decided)
     counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
     return report_of(trace_apply(counted, None, args, kwargs), decided)
 
 
-def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> ModelReport:
-    """Returns the report of a model, from the jaxpr of a call and the decisions of the rules.
+def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
+    """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
     In ``program`` each contraction is in its ``Site.scope``, which is its key in ``decided``.
     """
@@ -149,22 +148,22 @@ def report_of(program: Any, decided: Mapping[str, tuple[Site, Decision]]) -> Mod
     unseen = []
     for one in equations(program):
         eqn, scopes, row = one.eqn, one.scopes, row_of(one.eqn.primitive)
-        if row is None or re.search(rf"\b{BY_OP}\b", scopes):
+        if row is None or re.search(rf"\b(?:{BY_OP}|{NOT_CONVERTED})\b", scopes):
             continue
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
         lhs, rhs, *more = (var.aval for var in eqn.invars)
         if scope in decided:
             sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(eqn.params))
-            if decided[scope][0].is_swapped:
+            if decided[scope].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
-        elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
+        else:
             unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
     rows = []
     for (key, sizes), count in counts.items():
-        site, decision = decided[key]
-        converted, reason = decision.converts, decision.reason
-        if converted and recipe_in_use(decision.recipe, DelayedScaling()) is None:
+        site = decided[key]
+        converted, reason = site.converts, site.reason
+        if converted and recipe_in_use(site.recipe, DelayedScaling()) is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         rows.append(
             Row(

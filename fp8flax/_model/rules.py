@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,8 +18,6 @@ from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
-
-Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
 
 SMALLEST_SIZE = 16
 """K and N below this are less than one tile of the FP8 units."""
@@ -38,15 +36,14 @@ LOGITS = re.compile(
 ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
 """Names of layers that are taken to be routers of experts."""
 
-BY_DEFAULT = "by default"
-"""The reason of a decision for which no rule matched."""
+DEFAULT = "default"
+"""The description of the rule that decides if no other one matches."""
 
 
 class Site(NamedTuple):
-    """A contraction in a model, as the rules see it."""
+    """A contraction in a model, and the decision of the rules about it."""
 
     path: str
-    """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""
     kernel: str | None
@@ -69,34 +66,19 @@ class Site(NamedTuple):
     """Whether it is inside of a function with a derivative of its own."""
     stacked: tuple[int, ...] = ()
     """In NNX, the sizes of the axes that ``nnx.vmap`` or ``nnx.scan`` has put in front of the kernel."""
+    converts: bool = False
+    """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
+    recipe: Recipe | None = None
+    """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
+    reason: str = ""
+    pattern: str | None = None
+    """The description of the rule that decided; None if none did."""
 
     @property
     def scope(self) -> str:
         """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
         text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
-
-
-class Decision(NamedTuple):
-    """The decision of the rules about one contraction."""
-
-    converts: bool
-    recipe: Recipe | None
-    """The recipe of the contraction; None for the recipe of ``autocast``, or the default."""
-    reason: str
-    pattern: str | None = None
-    """The description of the pattern that decided; None if none did."""
-
-
-Decided = Sequence[tuple[Site, Decision]]
-"""The contractions of a model, with the decisions of the rules."""
-
-NOTHING_SEEN = (
-    "The model computes no contraction that quantize_model looks into. Layers with an op of their own, "
-    "such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and remat, but not into JAX's "
-    "own lax.scan, jax.checkpoint and custom derivatives. In NNX it needs inputs to find what modules "
-    "write out: quantize_model(model, x)."
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +88,7 @@ class Rules:
     recipe: Recipe | None = None
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Any, ...] = ()
     products: bool = False
     allow_unmatched: bool = False
     form: str = "direct"
@@ -133,7 +115,7 @@ class Rules:
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
         for text, pattern, _ in self._in_order():
             try:
-                re.search("" if callable(pattern) else pattern, "")
+                re.compile("" if callable(pattern) else pattern)
             except (re.error, TypeError) as error:
                 raise ValueError(
                     "include, exclude and rules must have regular expressions on module paths; got "
@@ -141,10 +123,7 @@ class Rules:
                 ) from error
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields, in the order in which they are tried, each pattern or callable after its description.
-
-        The outcome of a pattern follows.
-        """
+        """Yields the description, the pattern or callable, and the outcome of each rule in order."""
         for pattern in self.exclude:
             yield f"exclude {pattern!r}", pattern, LEAVE
         for rule in self.rules:
@@ -152,24 +131,14 @@ class Rules:
         for pattern in self.include or ():
             yield f"include {pattern!r}", pattern, self.recipe
 
-    def decide(self, site: Site) -> Decision:
-        """Returns the decision of the first rule that matches a contraction; without one, the default.
+    def decide(self, site: Site) -> Site:
+        """Returns a contraction with the decision of the first rule that matches, or of the default.
 
         Raises:
             ValueError: the rules convert it, but it is inside of Flax's ``custom_vjp``.
         """
-        decision = self._decide(site)
-        if decision.converts and site.in_custom_vjp:
-            raise ValueError(
-                f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
-                "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
-                f"quantize_model(model, exclude={site.path!r})."
-            )
-        return decision
-
-    def _decide(self, site: Site) -> Decision:
-        impossible = self._impossible(site)
-        for text, pattern, outcome in self._in_order():
+        default = [] if self.include is not None else [(DEFAULT, "", self.recipe)]
+        for text, pattern, outcome in (*self._in_order(), *default):
             if callable(pattern):
                 outcome = pattern(site.path, site.module, site.shapes)
                 if outcome is None:
@@ -178,15 +147,21 @@ class Rules:
             elif not any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None):
                 continue
             if isinstance(outcome, str):
-                return Decision(False, None, f"left by {text}", text)
+                return site._replace(reason=f"left by {text}", pattern=text)
+            reason = self._why_not(site) or (_why_not_by_default(site) if text == DEFAULT else None)
+            if reason is not None:
+                return site._replace(reason=reason, pattern=text)
+            if site.in_custom_vjp:
+                raise ValueError(
+                    f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
+                    "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
+                    f"quantize_model(model, exclude={site.path!r})."
+                )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            return Decision(impossible is None, outcome, impossible or by, text)
-        if self.include is not None:
-            return Decision(False, None, "not included")
-        reason = impossible or _left_by_default(site)
-        return Decision(reason is None, self.recipe, reason or BY_DEFAULT)
+            return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
+        return site._replace(reason="not included")
 
-    def _impossible(self, site: Site) -> str | None:
+    def _why_not(self, site: Site) -> str | None:
         """Returns why no op can compute a contraction, or may; None if one can."""
         if site.impossible is not None:
             return site.impossible
@@ -195,42 +170,41 @@ class Rules:
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
 
-    def check_matched(self, decided: Decided) -> None:
-        """Raises ``ValueError`` if a pattern was not the first to match any contraction of the model."""
-        used = {decision.pattern for _, decision in decided}
+    def check(self, decided: Collection[Site], has_ops: bool) -> None:
+        """Raises ``ValueError`` if a pattern decided nothing, or the model would have no FP8 op."""
+        if not decided and not has_ops:
+            raise ValueError(
+                "The model computes no contraction that quantize_model looks into. Layers with an op of "
+                "their own, such as Flax's FP8 ops, keep it. quantize_model looks into Flax's scan and "
+                "remat, but not into JAX's own lax.scan, jax.checkpoint and custom derivatives. In NNX it "
+                "needs inputs to find what modules write out: quantize_model(model, x)."
+            )
+        used = {site.pattern for site in decided}
         texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
         unmatched = ", ".join(text for text in texts if text not in used)
-        if not unmatched or self.allow_unmatched:
-            return
-        if not decided:
-            raise ValueError(f"No contraction was found for {unmatched}. {NOTHING_SEEN}")
-        paths = ", ".join(sorted({site.path or "(the model itself)" for site, _ in decided}))
-        raise ValueError(
-            f"No contraction was the first to match {unmatched}. The modules with contractions are: "
-            f"{paths}. Correct the pattern, or pass allow_unmatched=True."
-        )
-
-
-def why_unconverted(decided: Decided) -> str:
-    """Returns a message: why the rules convert none of these contractions, and what to do."""
-    if not decided:
-        return NOTHING_SEEN
-    reasons = sorted({f"{site.path or 'the model'}: {decision.reason}" for site, decision in decided})
-    return (
-        f"None of the model's {len(decided)} contractions would run in FP8. {'; '.join(reasons[:8])}"
-        f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also what the defaults leave out."
-    )
+        if unmatched and not self.allow_unmatched:
+            paths = ", ".join(sorted({site.path or "(the model itself)" for site in decided}))
+            raise ValueError(
+                f"No contraction was the first to match {unmatched}. The modules with contractions are: "
+                f"{paths}. Correct the pattern, or pass allow_unmatched=True."
+            )
+        if not has_ops and not any(site.converts for site in decided):
+            reasons = sorted({f"{site.path or 'the model'}: {site.reason}" for site in decided})
+            raise ValueError(
+                f"None of the model's {len(decided)} contractions would run in FP8. "
+                f"{'; '.join(reasons[:8])}{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also "
+                "what the defaults leave out."
+            )
 
 
 def _check_outcome(outcome: Any, who: str) -> None:
-    if isinstance(outcome, str):
-        if outcome != LEAVE:
-            raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
-    else:
+    if not isinstance(outcome, str):
         check_recipe(outcome)
+    elif outcome != LEAVE:
+        raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
 
 
-def _left_by_default(site: Site) -> str | None:
+def _why_not_by_default(site: Site) -> str | None:
     """Returns why a contraction stays wide by default, at any batch size; None if it is converted."""
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):

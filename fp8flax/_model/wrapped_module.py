@@ -24,14 +24,33 @@ _classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``make``, a function that makes a class, such that equal arguments give the same class."""
+    """Returns ``make``, which makes a subclass of a class, such that equal arguments give one subclass.
+
+    The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
+    """
 
     @wraps(make)
-    def get(*key: Any) -> Any:
-        found = _classes.get((make, *key))
-        return _classes.setdefault((make, *key), make(*key)) if found is None else found
+    def get(cls: type, *key: Any) -> Any:
+        made = _classes.get((make, cls, *key))
+        if made is None:
+            made = make(cls, *key)
+            made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
+            made._fp8_base = cls
+
+            def reduce(self: Any, protocol: Any) -> Any:
+                _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
+                return _empty, (get, cls, *key), *state
+
+            made.__reduce_ex__ = reduce
+            made = _classes.setdefault((make, cls, *key), made)
+        return made
 
     return get
+
+
+def _empty(make: Callable[..., Any], *key: Any) -> Any:
+    """Returns an object without attributes, which a copy or a pickle then sets."""
+    return object.__new__(make(*key))
 
 
 @made_once
@@ -39,14 +58,10 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
-        "__eq__": _is_equal,
-        "_fp8_base": cls,
+        "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         "_fp8_serving": None if isinstance(make_call, type) else make_call,
@@ -65,21 +80,19 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, cls = calls_of(self.scope), type(self)
-        if self.scope is None or any(call.cls is cls for call in calls):
+        # A frozen model inside of a converted one makes a call of its own.
+        is_frozen, calls = self._fp8_serving is not None, calls_of(self.scope)
+        if self.scope is None or any(call.cls is type(self) or not is_frozen for call in calls):
             return method(self, *args, **kwargs)
-        if calls and self._fp8_serving is None:
-            with calls[-1].having(_rules_here=self._fp8_rules):
-                return method(self, *args, **kwargs)
-        call = self._fp8_make_call(cls, self._fp8_rules)
-        call.path, call.is_init = self.scope.path, self.is_initializing()
+        call = self._fp8_make_call(self)
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             with call.in_frame(module, None):
                 return method(module, *args, **kwargs)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
-        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
+        collections = PARAMS, OVERWRITE_WITH_GRADIENT
+        mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
@@ -89,23 +102,13 @@ def _in_call(method: Any) -> Any:
     return nn.nowrap(begin)
 
 
-def _fp8_run(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``.
-
-    A string is the name of a submodule, or of a method that Linen does not wrap.
-    """
-    if isinstance(function, str):
-        return getattr(self, function)(*args, **kwargs)
+def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
     return function(self, *args, **kwargs)
 
 
 class _Converted:
-    """The methods and attributes that converted models have in addition to those of their class."""
-
-    _fp8_base: Any
-    _fp8_rules: Rules
-    _fp8_make_call: Callable[..., Any]
-    _fp8_serving: Any
+    """The methods of converted models in addition to those of their class."""
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
@@ -123,14 +126,6 @@ class _Converted:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return _empty, (self._fp8_base, self._fp8_rules, self._fp8_make_call), *state
-
-
-def _is_equal(self: Any, other: Any) -> bool:
-    return type(other) is type(self) and self._fp8_base.__eq__(self, other)
-
 
 def _as_method(model: Any, method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
@@ -141,12 +136,9 @@ def _as_method(model: Any, method: Any) -> Any:
     own = vars(type(model)).get(name)
     if own is not None and function in (name, own, own.__wrapped__):
         return own
+    if isinstance(method, str):  # a submodule, or a method that Linen does not wrap
+        function = lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)  # noqa: E731
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
-
-
-def _empty(*made_by: Any) -> Any:
-    """Returns a converted model without attributes, which a copy or a pickle then sets."""
-    return object.__new__(converted_class(*made_by))
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -165,12 +157,12 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     if shapes is None:
         shapes = eval_init(model, args, kwargs)
 
-    def apply(mutable: Any, *args: Any, **kwargs: Any) -> Any:
-        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return model.apply(*args, rngs=jax.random.key(0), **kwargs)
 
     all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
     try:
-        return program_of(partial(apply, all_others), shapes, args, kwargs)
+        return program_of(partial(apply, mutable=all_others), shapes, args, kwargs)
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
         # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
-        return program_of(partial(apply, False), shapes, args, kwargs)
+        return program_of(apply, shapes, args, kwargs)

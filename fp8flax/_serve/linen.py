@@ -17,7 +17,7 @@ The source of the model declares a float32 kernel, and reshapes or transposes it
 model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
 does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
 that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes and scales are where a converted model has its scaling state, see ``state_places``.
+codes and scales are where a converted model has its scaling state, see ``converted_call``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_jax, as_struct, inputs_of_calls
+from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, inputs_of_calls, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
-from fp8flax._model.state_places import CODES, merged, split
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
 
@@ -52,9 +51,9 @@ class Serving:
 
     ops: tuple[ServedOp, ...]
 
-    def __call__(self, cls: Any, rules: Rules) -> Call:
-        """Returns a new call of a model of this class."""
-        return ServingCall(self, cls, rules)
+    def __call__(self, model: Any) -> Call:
+        """Returns a new call of a model."""
+        return ServingCall(self, model)
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -108,8 +107,8 @@ def freeze(
 class RecordingCall(Call):
     """A traced call of a model that is to be frozen."""
 
-    def __init__(self, seen: dict[Path, SeenOp], cls: Any, rules: Rules) -> None:
-        super().__init__(cls, rules)
+    def __init__(self, seen: dict[Path, SeenOp], model: Any) -> None:
+        super().__init__(model)
         self.seen = seen
 
     def on_op(
@@ -148,8 +147,8 @@ def _replaced(params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any]) ->
 class ServingCall(Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
-    def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
-        super().__init__(cls, rules)
+    def __init__(self, serving: Serving, model: Any) -> None:
+        super().__init__(model)
         self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
@@ -31,9 +32,14 @@ from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import BY_DEFAULT, Decision, Rules, Site, why_unconverted
+from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import made_once
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
+
+
+def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
+    """Returns the nodes of these types in a model, by their paths."""
+    return {tuple(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, types)}
 
 
 def op_of(site: Site) -> Fp8Op | None:
@@ -47,7 +53,7 @@ def _plain(op: type[Op]) -> Callable[..., jax.Array]:
     return jnp.einsum if op is Einsum else op.plain
 
 
-def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]] | None:
+def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]]:
     """Returns what a layer with a field for an op computes, as its attributes say.
 
     This is the op, the shape of the kernel without the axes by which ``nnx.vmap`` stacked it, the axes of
@@ -65,62 +71,51 @@ def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Se
         shared = [i for i, name in enumerate(rhs) if name in lhs]
         both = [i for i in shared if rhs[i] in result]
         return Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both
-    if isinstance(module, nnx.Conv):
-        kernel = tuple(module.kernel_shape)
-        return Conv, kernel, range(len(kernel) - 1), []
-    return None
+    return Conv, tuple(module.kernel_shape), range(len(module.kernel_shape) - 1), []
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
     """Returns whether a convolution is a matmul for inputs of any size, because no windows overlap."""
-
-    def each(value: Any) -> tuple[int, ...]:
-        value = 1 if value is None else value
-        return (value,) * len(layer.kernel_size) if isinstance(value, int) else tuple(value)
-
-    windows = zip(layer.kernel_size, each(layer.kernel_dilation), each(layer.strides))
-    are_apart = all((size - 1) * dilation < stride for size, dilation, stride in windows)
-    return are_apart and layer.feature_group_count == 1 and set(each(layer.input_dilation)) == {1}
+    options = layer.strides, layer.kernel_dilation, layer.input_dilation
+    strides, dilation, input_dilation = (np.array(1 if x is None else x) for x in options)
+    are_apart = np.all((np.array(layer.kernel_size) - 1) * dilation < strides)
+    return bool(are_apart and np.all(input_dilation == 1) and layer.feature_group_count == 1)
 
 
 def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
-    for path, node in nnx.iter_graph(model):
-        module: Any = node
-        layer = _layer_of(module)
-        if layer is None:
-            continue
-        row, shape, summed, batch_axes = layer
-        kernel = module.kernel.get_value()
-        stacked = _stack_of(kernel.shape, shape)
+    for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
+        row, shape, summed, batch_axes = _layer_of(module)
+        kernel, field = module.kernel.get_value(), row.nnx_field
+        stacked, impossible = _stack_of(kernel.shape, shape)
         k, batch = (math.prod(shape[i] for i in axes) for axes in (summed, batch_axes))
-        place, field = "/".join(map(str, path)), str(row.nnx_field)
         function = getattr(module, field)
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
-        is_free = is_free and getattr(module, "dot_general_cls", None) is None
+        if not is_free or getattr(module, "dot_general_cls", None) is not None:
+            impossible = impossible or "it has an op of its own"
         yield Site(
-            path=place,
+            path="/".join(path),
             module=module,
-            kernel=f"{place}/kernel".lstrip("/"),
+            kernel="/".join((*path, "kernel")),
             op=row,
             shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
-            impossible=(None if is_free else "it has an op of its own") if stacked is not None else STACKED,
+            impossible=impossible,
             name=field,
-            stacked=stacked or (),
+            stacked=stacked,
         )
 
 
-STACKED = "its kernel is stacked along another axis than the first"
-"""The reason why no op can be at a place whose state could not be stacked as its kernel is."""
+def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+    """Returns the leading sizes of a kernel that ``part`` lacks.
 
-
-def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the leading sizes of an array that ``part`` lacks; None if it lacks others."""
+    If it lacks others, state could not be stacked as the kernel is. The reason is returned, too.
+    """
     stack = whole[: len(whole) - len(part)]
-    return stack if (*stack, *part) == whole else None
+    is_leading = (*stack, *part) == whole
+    return stack, None if is_leading else "its kernel is stacked along another axis than the first"
 
 
 class ModuleCall(Interception):
@@ -130,18 +125,12 @@ class ModuleCall(Interception):
 
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
-        self.frame = Frame((), module, "" if method == "__call__" else method)
+        self.frame = Frame(module, "" if method == "__call__" else method)
+        self.origins.add((path, x.get_value()) for path, x in nodes_of(module, nnx.Param).items())
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
-
-    def look_for_params(self) -> None:
-        """Records the parameters of the module and of the modules below it."""
-        if self.frame.num_params < 0:
-            params = params_of(self.frame.module)
-            self.frame.num_params = len(params)
-            self.origins.add((tuple(map(str, path)), x.get_value()) for path, x in params)
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
@@ -151,11 +140,6 @@ class ModuleCall(Interception):
             return self._dry_run.scope_of(site, kernel)
         op = op_of(site)
         return NOT_CONVERTED if op is None else by(op)
-
-
-def params_of(module: Any) -> list[tuple[Any, Any]]:
-    """Returns the parameters in a module and the modules below it, each with its path."""
-    return [(path, x) for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Param)]
 
 
 def watch(node: Any) -> None:
@@ -169,13 +153,7 @@ def watch(node: Any) -> None:
 @made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduced,
-        "_fp8_base": cls,
-    }
+    body = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
@@ -194,17 +172,6 @@ def _watched(method: Any) -> Any:
             return method(self, *args, **kwargs)
 
     return watched
-
-
-def _reduced(self: Any, protocol: Any) -> Any:
-    """Pickles a module with its own class, because the subclass cannot be imported by its name."""
-    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-    return _restored, (object.__new__(self._fp8_base),), *state
-
-
-def _restored(node: Any) -> Any:
-    watch(node)
-    return node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,17 +196,16 @@ class DryRun:
         """The contractions by ``Site.scope``, in which each of them is computed."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
-        self._nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+        self._modules = nodes_of(model, nnx.Module)
         self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
         for layer in layers_of(copy):
             if isinstance(getattr(layer.module, layer.name), Fp8Op | LeftWide | None):
                 setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
-        for keys, node in list(nnx.iter_graph(copy)):
+        for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.
-            if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dict | nnx.List | Fp8Op):
-                module: Any = node
-                module._fp8_path, module._fp8_dry_run = "/".join(map(str, keys)), self
+            if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
+                module._fp8_path, module._fp8_dry_run = path, self
                 watch(module)
         graphdef, state = nnx.split(copy)
         self.program = program_of(
@@ -249,66 +215,61 @@ class DryRun:
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction of a module, and returns the scope to compute it in."""
-        path = site.module._fp8_path
-        found = self._layers.get(path)
-        if found is not None and (kernel is None or kernel.sources[0].path == ("kernel",)):
-            found = found._replace(in_custom_vjp=site.in_custom_vjp)
-        else:
-            node, stacked = self._nodes[path], cast(tuple[int, ...] | None, ())
-            if kernel is not None:
-                source = kernel.sources[0]
-                whole = {tuple(map(str, keys)): x for keys, x in params_of(node)}[source.path]
-                stacked = _stack_of(whole.get_value().shape, source.shape)
-                site = site._replace(kernel="/".join((*filter(None, [path]), *source.path)))
-            impossible = site.impossible or (STACKED if stacked is None else None)
-            found = site._replace(path=path, module=node, impossible=impossible, stacked=stacked or ())
-        self.found[found.scope] = found
-        return found.scope
+        keys, source = site.module._fp8_path, None if kernel is None else kernel.sources[0]
+        site = site._replace(path="/".join(keys), module=self._modules[keys])
+        layer = self._layers.get(site.path)
+        if layer is not None and (source is None or source.path == ("kernel",)):
+            site = layer._replace(in_custom_vjp=site.in_custom_vjp)
+        elif source is not None:
+            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
+            stacked, impossible = _stack_of(whole, source.shape)
+            site = site._replace(
+                kernel="/".join((*keys, *source.path)),
+                impossible=site.impossible or impossible,
+                stacked=stacked,
+            )
+        self.found[site.scope] = site
+        return site.scope
 
 
 def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, Fp8Op) and node._reason:
-            raise ValueError(
-                f"{type(model).__name__} is converted already, or a part of it: the op at "
-                f"{'/'.join(map(str, path))!r} comes from quantize_model. Call it once, on the whole model "
-                "without conversions, with all rules at once."
-            )
+    given = nodes_of(model, Fp8Op)
+    if converted := ["/".join(path) for path, op in given.items() if op._reason]:
+        raise ValueError(
+            f"{type(model).__name__} is converted already, or a part of it: the op at {converted[0]!r} "
+            "comes from quantize_model. Call it once, on the whole model, with all rules at once."
+        )
     copy: Any = nnx.clone(model)
     found = {layer.scope: layer for layer in layers_of(copy)}
     if inputs:
         found |= DryRun(copy, inputs, {}).found
-    decided = [(site, options.decide(site)) for site in found.values()]
-    options.check_matched(decided)
-    for site, decision in decided:
-        if op_of(site) is not None and (not decision.converts or decision.reason == BY_DEFAULT):
+    decided = [options.decide(site) for site in found.values()]
+    options.check(decided, has_ops=bool(given))
+    for site in decided:
+        if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
-        if decision.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(site, decision, options)))
+        if site.converts:
+            setattr(site.module, site.name, nnx.data(_new_op(site, options)))
             if site.name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
-            setattr(
-                site.module, site.name, nnx.static(LeftWide(site.path, _plain(site.op), decision.reason))
-            )
+            wide = LeftWide(site.path, _plain(site.op), site.reason)
+            setattr(site.module, site.name, nnx.static(wide))
     fields = {row.nnx_field for row in OPS}
-    ops = [(path, node) for path, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
-    if not ops:
-        raise ValueError(why_unconverted(decided))
-    for path, op in ops:
-        op._scope = "/".join(map(str, path[:-1] if path[-1] in fields else path))
+    for path, op in nodes_of(copy, Fp8Op).items():
+        op._scope = "/".join(path[:-1] if path[-1] in fields else path)
         op._reason = op._reason or "an op of its own"
     return copy
 
 
-def _new_op(site: Site, decision: Decision, options: Rules) -> Fp8Op:
+def _new_op(site: Site, options: Rules) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
     form = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
-    op._reason = decision.reason
+    op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
+    op._reason = site.reason
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()
@@ -318,20 +279,20 @@ def _new_op(site: Site, decision: Decision, options: Rules) -> Fp8Op:
 
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
-    if not any(isinstance(node, Fp8Op) and node._reason for _, node in nnx.iter_graph(model)):
+    if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, {scope: (site, _decision_of(site)) for scope, site in run.found.items()})
+    return report_of(run.program, {scope: _decided(site) for scope, site in run.found.items()})
 
 
-def _decision_of(site: Site) -> Decision:
-    """Returns the decision of ``quantize_model`` about a contraction of a converted model."""
+def _decided(site: Site) -> Site:
+    """Returns a contraction of a converted model with the decision of ``quantize_model``."""
     there = getattr(site.module, site.name, None)
     if isinstance(there, Fp8Op):
-        return Decision(True, there.recipe, there._reason)
+        return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
     if isinstance(there, LeftWide):
-        return Decision(False, None, there.reason)
+        return site._replace(reason=there.reason)
     if site.kernel is None or site.impossible is not None:
-        return Decision(False, None, Rules().decide(site).reason)
+        return Rules().decide(site)
     reason = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-    return Decision(False, None, reason)
+    return site._replace(reason=reason)
