@@ -115,6 +115,18 @@ def test_half_way_between_two_codes():
         np.testing.assert_array_equal(out, expected)  # also with constant variables
 
 
+class Product(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(), (8, 6))
+        return lax.dot_general(x, kernel, (((1,), (0,)), ((), ())))
+
+
+def test_a_kernel_of_a_wider_dtype_than_the_input():
+    x = normal(0, 2, 8).astype(jnp.bfloat16)
+    frozen_alike(*trained(Product(), x), x)
+
+
 def test_weights_only():
     """Each output feature has a scale, as in NumPy; the inputs stay wide."""
     model8, variables = trained(nn.Dense(6), np.ones((2, 8), np.float32))

@@ -101,11 +101,9 @@ class Gemm(NamedTuple):
 def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     """Returns ``lax.dot_general`` of the values of two operands, in ``gemm.out_dtype``."""
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
-        with jax.named_scope(KEPT_WIDE):
-            return _wide(gemm, a, b)
+        return multiply_wide(KEPT_WIDE, gemm, a, b)
     if bool(a.block) != bool(b.block):
-        with jax.named_scope(DEQUANTIZED):
-            return _wide(gemm, a, b)
+        return multiply_wide(DEQUANTIZED, gemm, a, b)
     if a.block:
         return no_derivative(partial(_blocks, gemm))(a, b)
     on_gpu = _of_codes(gemm, a, b)
@@ -126,17 +124,21 @@ def sum_dtype_of(*dtypes: Any) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
 
 
-def _wide(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
-    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
+def multiply_wide(scope: str, gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
+    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed.
+
+    By ``scope`` the audit says why.
+    """
     dot = partial(_dot, gemm, precision=gemm.precision)  # None takes jax.default_matmul_precision
-    if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
-        # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
-        # multiplied by the scales first, XLA would write the wide kernel to memory.
-        wide = sum_dtype_of(a.dtype, gemm.out_dtype)
-        out = dot(a, b.codes.astype(a.dtype), wide)
-        scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
-        return (out * scale.astype(wide)).astype(gemm.out_dtype)
-    return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
+    with jax.named_scope(scope):
+        if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
+            # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
+            # multiplied by the scales first, XLA would write the wide kernel to memory.
+            wide = sum_dtype_of(a.dtype, gemm.out_dtype)
+            out = dot(a, b.codes.astype(a.dtype), wide)
+            scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+            return (out * scale.astype(wide)).astype(gemm.out_dtype)
+        return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
 
 
 def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
