@@ -10,9 +10,9 @@ import pytest
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm import casts, gemm
+from fp8flax._core.gemm.casts import block_quantize
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
