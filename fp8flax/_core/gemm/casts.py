@@ -166,21 +166,16 @@ def block_quantize(
     row_blocks, column_blocks = rows // BLOCK, columns // BLOCK
     is_square, cast = quantizer.block[0] == BLOCK, partial(_cast, quantizer)
 
-    def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
+    def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, other_scales: Any) -> None:
         values = x_ref[...].astype(jnp.float32)
         is_finite = jnp.abs(values) <= np.finfo(np.float32).max
         finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
         if inf_is_nan:
             values = jnp.where(is_finite, values, np.float32(np.nan))
-        if is_square:
-            along_rows, scale = cast(values, jnp.max(finite, keepdims=True))
-            codes[...], transposed[...] = along_rows, along_rows.T
-            scales[...] = of_columns[...] = scale
-        else:
-            along_rows, scale = cast(values, jnp.max(finite, axis=1, keepdims=True))
-            codes[...], scales[...] = along_rows, scale.T
-            along_columns, scale = cast(values, jnp.max(finite, axis=0, keepdims=True))
-            transposed[...], of_columns[...] = along_columns.T, scale
+        of_rows, scale = cast(values, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
+        codes[...], scales[...] = of_rows, scale.T
+        of_columns, scale = cast(values, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
+        transposed[...], other_scales[...] = of_columns.T, scale
 
     def out(height: int, width: int, dtype: Any) -> Any:
         axes = jax.typeof(x).manual_axis_type
