@@ -115,16 +115,10 @@ def test_half_way_between_two_codes():
         np.testing.assert_array_equal(out, expected)  # also with constant variables
 
 
-class Product(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.normal(), (8, 6))
-        return lax.dot_general(x, kernel, (((1,), (0,)), ((), ())))
-
-
 def test_a_kernel_of_a_wider_dtype_than_the_input():
     x = normal(0, 2, 8).astype(jnp.bfloat16)
-    frozen_alike(*trained(Product(), x), x)
+    model = nn.Dense(6, use_bias=False, promote_dtype=lambda *operands, **_: operands)
+    frozen_alike(*trained(model, x), x)
 
 
 def test_weights_only():
