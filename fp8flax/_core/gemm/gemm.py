@@ -106,13 +106,10 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
         return multiply_wide(DEQUANTIZED, gemm, a, b)
     if a.block:
         return no_derivative(partial(_blocks, gemm))(a, b)
-    on_gpu = _of_codes(gemm, a, b)
-    if on_gpu is None:
-        return _emulated(gemm, a, b)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
-    run = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=partial(_emulated, gemm)))
-    product: jax.Array = run(a, b)
+    on_gpu, emulated = partial(_of_codes(gemm, a, b), gemm), partial(_emulated, gemm)
+    product: jax.Array = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
     return product
 
 
@@ -208,14 +205,14 @@ reads the codes once, in the layout that they have. By an estimate from the band
 kernels it is faster below 440 rows; not measured on a GPU."""
 
 
-def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | None:
-    """Returns the function by which an NVIDIA GPU multiplies the codes; None if it cannot."""
+def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
+    """Returns the function by which an NVIDIA GPU multiplies operands with scales per tensor or slice."""
     capability = compute_capability()  # 0: the GPU is unknown
     sizes = rows, depth, columns = gemm.sizes(a, b)
     is_tiny = are_positive(sizes) and (rows + columns) * depth < _TINY
     has_units = {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES and not 0 < capability < NATIVE_FP8
     if not has_units or is_tiny:
-        return None
+        return _emulated
     keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
         gemm.accumulation in _ALGORITHMS
@@ -224,7 +221,7 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
         and not a.codes.dtype == b.codes.dtype == E5M2
         and not (keeps_layout and are_positive(sizes) and rows <= _FEW_ROWS)
     )
-    return partial(_cublaslt if fits_cublaslt else _xla_kernel, gemm)
+    return _cublaslt if fits_cublaslt else _xla_kernel
 
 
 def _xla_kernel(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
