@@ -146,8 +146,7 @@ def _sizes_of_dot(dot: Instruction, kernel: Instruction) -> tuple[int, int, int,
         contracting, batch = (_dims(dot, kind) for kind in ("contracting", "batch"))
     else:  # scales per block: both operands are contracted along their last dimension
         contracting, batch = [len(lhs.dims) - 1], list(range(len(lhs.dims) - 2))
-    # XLA cuts a long sum into batches ("split-K"), whose products a later kernel adds up.
-    summed = _summed_dims(kernel) & set(range(len(batch)))
+    summed = _split_sums(dot, kernel) & set(range(len(batch)))
     num = math.prod(lhs.dims[dim] for i, dim in enumerate(batch) if i not in summed)
     k = math.prod(lhs.dims[dim] for dim in [*contracting, *(batch[i] for i in summed)])
     m, n = (array.size // max(1, num * k) for array in (lhs, rhs))
@@ -183,28 +182,20 @@ def _sizes_of_convolution(conv: Instruction) -> tuple[int, int, int, int]:
     return groups, m, kernel.size // max(1, kernel.dims[labels[1].index("o")]), num_features // groups
 
 
-def _summed_dims(value: Instruction) -> set[int]:
-    """Returns the dimensions of an array that all instructions that read it sum over.
+def _split_sums(dot: Instruction, kernel: Instruction) -> set[int]:
+    """Returns the dimensions of the result of a product that a later kernel sums over.
 
-    For ``%p`` it is dimension 0, if these two instructions alone read it, the first through the fusion::
-
-        %r = f32[8,4] fusion(f32[2,8,4] %p), calls=%sum    where %sum has reduce(%parameter), dimensions={0}
-        %s = f32[8,4] reduce(f32[2,8,4] %p, f32[] %zero), dimensions={0}
+    XLA cuts a long sum into batches ("split-K"). It names the kernel that adds up their products as the
+    product.
     """
-    summed: list[set[int]] = []
-    for user in value.users:
-        if user.fused is not None:
-            read = zip(user.fused.parameters, user.operands)
-            summed += [_summed_dims(parameter) for parameter, operand in read if operand is value]
-        elif user.opcode == "get-tuple-element" and user.attribute("index") != "0":
-            continue  # the workspace of a library's kernel
-        elif user.opcode in ("get-tuple-element", "convert", "bitcast"):
-            pairs = enumerate(zip(user.result.dims, value.result.dims))
-            same = next((i for i, (a, b) in pairs if a != b), len(user.result.dims))
-            summed.append(_summed_dims(user) & set(range(same)))
-        else:
-            summed.append(set(user.ints("dimensions") if user.opcode == "reduce" else ()))
-    return set.intersection(*summed) if summed else set()
+    # A library's kernel returns a tuple.
+    values = [kernel, *(user for user in kernel.users if user.opcode in ("bitcast", "get-tuple-element"))]
+    summed: set[int] = set()
+    for user in (user for value in values for user in value.users):
+        for one in user.fused.instructions.values() if user.fused else [user]:
+            if one.opcode == "reduce" and one.op_name == dot.op_name:
+                summed.update(one.ints("dimensions"))
+    return summed
 
 
 def _fp8_sources(value: Instruction, element: int = 0) -> Iterator[str]:
@@ -240,11 +231,6 @@ def _accumulation(dot: Instruction) -> str:
 
 # Whether FP8 units compute a GEMM.
 
-_MAY_BE_FP8 = (
-    "a Triton kernel of XLA reads FP8; the size of its tile decides whether FP8 units multiply, and XLA "
-    "chooses the tile by measuring on the device"
-)
-
 
 def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> AuditedGemm:
     """Returns a GEMM with the statement whether FP8 units of ``target`` compute it, and why not.
@@ -256,7 +242,11 @@ def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> A
     asks_for_cublaslt = names.CUBLASLT in gemm.op_name.split("/")
     is_tritons = without_triton and gemm.backend == "cublasLt" and not asks_for_cublaslt
     if is_fp8 and (is_tritons or gemm.backend == "Triton"):
-        return dataclasses.replace(gemm, may_be_fp8=True, accumulation="default", reason=_MAY_BE_FP8)
+        reason = (
+            "a Triton kernel of XLA reads FP8; the size of its tile decides whether FP8 units multiply, "
+            "and XLA chooses the tile by measuring on the device"
+        )
+        return dataclasses.replace(gemm, may_be_fp8=True, accumulation="default", reason=reason)
     reason = "" if is_fp8 else _why_not(gemm, target)
     return dataclasses.replace(gemm, is_fp8=is_fp8, reason=reason)
 
@@ -298,7 +288,7 @@ _INSIDE = (*_ROLES, names.SWITCHED_OFF, names.KEPT_WIDE, names.CONVOLVED_WIDE)
 
 _WRAPPERS = (
     r"checkpoint|closed_call|custom_jvp_call|custom_vjp_call|eval_jaxpr|pjit|rematted_computation|shard_map|vmap"
-    rf"|{names.BY_OP}|{names.NOT_CONVERTED}|(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+"
+    rf"|{names.BY_OP}|{names.NOT_CONVERTED}|(Fp8|NANOOFp8)\w*(Dot|Conv|Einsum)\w*_\d+"
 )
 """Components of an op name that JAX, ``quantize_model`` and FP8 ops add; they are no modules."""
 

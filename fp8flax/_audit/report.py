@@ -9,14 +9,6 @@ from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.tables import table_lines
 
-_BANDWIDTH_SHARE = 0.85
-"""The share of a GPU's published bandwidth that elementwise kernels reach."""
-
-_LAUNCH_SECONDS = 3e-6
-"""The time that each launch adds to the work of a kernel."""
-
-_HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
@@ -102,7 +94,7 @@ class AuditReport:
         gpu = GPUS.get(self.target)
         if gpu is None:
             return {}
-        bandwidth = _BANDWIDTH_SHARE * gpu.bandwidth
+        bandwidth = 0.85 * gpu.bandwidth
 
         def seconds(gemm: AuditedGemm) -> float:
             """Returns the time of the operations or of the bytes, whichever is longer."""
@@ -113,7 +105,7 @@ class AuditReport:
         parts = {
             "GEMMs": sum(map(seconds, self.gemms)),
             "other kernels": self.other_bytes / bandwidth,
-            "launches": self.num_launches * _LAUNCH_SECONDS,
+            "launches": self.num_launches * 3e-6,
         }
         return {**parts, "total": sum(parts.values())}
 
@@ -130,7 +122,8 @@ class AuditReport:
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason))
-        lines = table_lines(_HEADER, [self._row(gemm, reasons) for gemm in self.gemms])
+        header = "GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?"
+        lines = table_lines(header, [self._row(gemm, reasons) for gemm in self.gemms])
         if reasons:
             lines += ["", *(f"[{number}] {reason}" for number, reason in enumerate(reasons, 1))]
         return "\n".join([*lines, "", *self._totals()])

@@ -1,9 +1,8 @@
 """Quantize-dequantize functions that return the next scaling state as the gradient of the old one.
 
-The derivative of quantization is zero almost everywhere. So the cotangent of the data passes unchanged
-(straight-through estimator). Scale and amax history have no derivative. Their cotangents are their next
-values, which a train state stores; ``state.step_scale`` computes them from the amax. A second derivative
-differentiates the forward and backward rules, so the casts in these rules are straight-through, too.
+A cast to FP8 and back counts as the identity in derivatives of any order (straight-through). Scale and amax
+history have no derivative: their "gradients" are their next values. The functions below return the amax of
+this step as the cotangent of a scale of ``state.step_scale``, which computes the next values from it.
 """
 
 from __future__ import annotations
@@ -49,45 +48,41 @@ def _checked(
     return quantizer, x, state
 
 
-def _there_and_back(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``x`` cast to FP8 and back. Its derivative is that of the identity; the scale has none."""
-    return straight_through(
-        lambda x, scale: quantize_dequantize(x, q_dtype, scale, compute_dtype), x, scale
-    )
+# With a scale of ``step_scale``, as contractions in the quantize-dequantize form call them.
+
+
+def _cast(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x`` cast to FP8 and back, straight-through."""
+    cast = lambda x, scale: quantize_dequantize(x, q_dtype, scale, compute_dtype)  # noqa: E731
+    return straight_through(cast, x, scale)
 
 
 def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
-    """Returns ``result``; the "gradient" of ``scale``, a scale of ``step_scale``, is the amax of ``inp``.
-
-    The cotangents of the arrays in ``result`` pass unchanged.
-    """
+    """Returns ``result``, an array or several; the "gradient" of ``scale`` is the amax of ``inp``."""
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax))
+    return on_cotangent(lambda g, scale_and_amax: (g, (scale_and_amax[1], None)), result, (scale, amax))
 
 
 def in_qdq_with_scale(
     quantizer: DelayedQuantizer, inp: jax.Array, scale: jax.Array, compute_dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``.
-
-    Contractions in the quantize-dequantize form call this function with a scale of ``step_scale``.
-    """
-    return _with_amax(_there_and_back(quantizer.dtype, compute_dtype, inp, scale), inp, scale)
+    """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``."""
+    return _with_amax(_cast(quantizer.dtype, compute_dtype, inp, scale), inp, scale)
 
 
 def out_qdq_with_scale(
     quantizer: DelayedQuantizer, out: jax.Array, scale: jax.Array, compute_dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns ``out``, and casts its cotangent to FP8 and back.
+    """Returns ``out``, whose cotangent is cast; the "gradient" of ``scale`` is the cotangent's amax."""
 
-    The "gradient" of ``scale`` is the amax of the cotangent.
-    """
-
-    def cast(g: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def backward(g: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         g = inf_to_nan(g)
-        return _there_and_back(quantizer.dtype, compute_dtype, g, scale), merge_amax(delayed_amax(g), scale)
+        return _cast(quantizer.dtype, compute_dtype, g, scale), merge_amax(delayed_amax(g), scale)
 
-    return on_cotangent(cast, out, scale)
+    return on_cotangent(backward, out, scale)
+
+
+# With a scaling state, as users call them.
 
 
 def in_qdq(
@@ -160,16 +155,16 @@ def out_qdq(
     """
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     new_scale = step_scale(quantizer, state)
+    if not is_calibrating():
+        return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
 
-    def report(g: jax.Array, args: Any) -> Any:
-        """Reports the amax for ``calibrate``, and makes the "gradient" of the state depend on it."""
-        scale, state = args
+    def report(g: jax.Array, scale_and_state: Any) -> Any:
+        """Reports the amax of the cotangent, which the "gradient" of the state depends on."""
+        scale, state = scale_and_state
         amax = delayed_amax(g)
         return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
 
-    if is_calibrating():
-        return on_cotangent(report, out, (new_scale, state)) if mode.value.backward else out
-    return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
+    return on_cotangent(report, out, (new_scale, state)) if mode.value.backward else out
 
 
 def in_q(

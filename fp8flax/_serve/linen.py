@@ -32,6 +32,7 @@ import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
@@ -188,6 +189,7 @@ class ServingCall(Call):
             )
         if served.kernel is None or origin is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
+        lhs = lhs.astype(np.promote_types(lhs.dtype, rhs.dtype))  # codes do not widen the result
         arrays: dict[str, Any] = {name: self.stored(op, name) for name in (*served.scales, CODES)}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(

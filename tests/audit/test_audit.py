@@ -193,7 +193,7 @@ def test_units_and_operands_decide(capability, rhs, backend, reason):
         ("jit(step)/jvp(M)/Dense_0/dot_general", "M/Dense_0", "forward"),
         ("jit(step)/transpose(jvp(M))/Dense_0/transpose", "M/Dense_0", "backward"),
         ("jit(s)/transpose(jvp(M))/Dense_3/Fp8DotGeneralOp_0/fp8_wgrad/dot_general", "M/Dense_3", "wgrad"),
-        ("jit(s)/jvp(M)/up/Fp8DotGeneralOp_0/custom_vjp_call/fp8_forward/dot", "M/up", "forward"),
+        ("jit(s)/jvp(M)/up/Fp8Einsum_0/custom_vjp_call/fp8_forward/dot", "M/up", "forward"),
         ("jit(s)/jvp()/while/body/closed_call/layers/up/dot_general", "layers/up", "forward"),
         (
             "jit(s)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/up/dot_general",

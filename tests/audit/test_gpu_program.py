@@ -18,7 +18,7 @@ import fp8flax as fp8
 from fp8flax._audit.compiling import compile_for, find_target, lower_for
 from fp8flax._audit.hlo import parse
 from fp8flax._audit.kernels import kernels_of
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm.casts import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import OWG, dense_step, struct

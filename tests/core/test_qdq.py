@@ -116,9 +116,7 @@ def test_in_q_and_out_dq_are_flax():
             for ops in (fp8, flax_ops)
         ]
     jax.tree.map(np.testing.assert_array_equal, *results)
-
-
-def test_other_names_of_flax():
+    # Other names of Flax.
     assert fp8.quantize_dequantize is fp8.qdq
     assert fp8.Fp8DotGeneral is fp8.Fp8DirectDotGeneralOp
 

@@ -115,6 +115,12 @@ def test_half_way_between_two_codes():
         np.testing.assert_array_equal(out, expected)  # also with constant variables
 
 
+def test_a_kernel_of_a_wider_dtype_than_the_input():
+    x = normal(0, 2, 8).astype(jnp.bfloat16)
+    model = nn.Dense(6, use_bias=False, promote_dtype=lambda *operands, **_: operands)
+    frozen_alike(*trained(model, x), x)
+
+
 def test_weights_only():
     """Each output feature has a scale, as in NumPy; the inputs stay wide."""
     model8, variables = trained(nn.Dense(6), np.ones((2, 8), np.float32))

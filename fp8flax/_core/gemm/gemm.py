@@ -101,20 +101,15 @@ class Gemm(NamedTuple):
 def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     """Returns ``lax.dot_general`` of the values of two operands, in ``gemm.out_dtype``."""
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
-        with jax.named_scope(KEPT_WIDE):
-            return _wide(gemm, a, b)
+        return multiply_wide(KEPT_WIDE, gemm, a, b)
     if bool(a.block) != bool(b.block):
-        with jax.named_scope(DEQUANTIZED):
-            return _wide(gemm, a, b)
+        return multiply_wide(DEQUANTIZED, gemm, a, b)
     if a.block:
         return no_derivative(partial(_blocks, gemm))(a, b)
-    on_gpu = _of_codes(gemm, a, b)
-    if on_gpu is None:
-        return _emulated(gemm, a, b)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
-    run = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=partial(_emulated, gemm)))
-    product: jax.Array = run(a, b)
+    on_gpu, emulated = partial(_of_codes(gemm, a, b), gemm), partial(_emulated, gemm)
+    product: jax.Array = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
     return product
 
 
@@ -126,17 +121,21 @@ def sum_dtype_of(*dtypes: Any) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
 
 
-def _wide(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
-    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
+def multiply_wide(scope: str, gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
+    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed.
+
+    By ``scope`` the audit says why.
+    """
     dot = partial(_dot, gemm, precision=gemm.precision)  # None takes jax.default_matmul_precision
-    if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
-        # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
-        # multiplied by the scales first, XLA would write the wide kernel to memory.
-        wide = sum_dtype_of(a.dtype, gemm.out_dtype)
-        out = dot(a, b.codes.astype(a.dtype), wide)
-        scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
-        return (out * scale.astype(wide)).astype(gemm.out_dtype)
-    return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
+    with jax.named_scope(scope):
+        if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
+            # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
+            # multiplied by the scales first, XLA would write the wide kernel to memory.
+            wide = sum_dtype_of(a.dtype, gemm.out_dtype)
+            out = dot(a, b.codes.astype(a.dtype), wide)
+            scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+            return (out * scale.astype(wide)).astype(gemm.out_dtype)
+        return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
 
 
 def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
@@ -206,14 +205,14 @@ reads the codes once, in the layout that they have. By an estimate from the band
 kernels it is faster below 440 rows; not measured on a GPU."""
 
 
-def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | None:
-    """Returns the function by which an NVIDIA GPU multiplies the codes; None if it cannot."""
+def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
+    """Returns the function by which an NVIDIA GPU multiplies operands with scales per tensor or slice."""
     capability = compute_capability()  # 0: the GPU is unknown
     sizes = rows, depth, columns = gemm.sizes(a, b)
     is_tiny = are_positive(sizes) and (rows + columns) * depth < _TINY
     has_units = {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES and not 0 < capability < NATIVE_FP8
     if not has_units or is_tiny:
-        return None
+        return _emulated
     keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
         gemm.accumulation in _ALGORITHMS
@@ -222,7 +221,7 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array] | 
         and not a.codes.dtype == b.codes.dtype == E5M2
         and not (keeps_layout and are_positive(sizes) and rows <= _FEW_ROWS)
     )
-    return partial(_cublaslt if fits_cublaslt else _xla_kernel, gemm)
+    return _cublaslt if fits_cublaslt else _xla_kernel
 
 
 def _xla_kernel(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:

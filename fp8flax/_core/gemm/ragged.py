@@ -7,6 +7,7 @@ multiplies all tiles of a device. On other devices one tile is multiplied after 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,12 +19,19 @@ from jax.custom_batching import sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.gemm import CUBLASLT_MULTIPLE, AnyTensor, Gemm, multiply, sum_dtype_of
+from fp8flax._core.gemm.gemm import (
+    CUBLASLT_MULTIPLE,
+    AnyTensor,
+    Gemm,
+    multiply,
+    multiply_wide,
+    sum_dtype_of,
+)
 from fp8flax._core.gemm.gpus import are_positive, compute_capability, is_hopper, multiplies_on_hopper
 from fp8flax._core.gemm.kernels.on_shards import on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
-from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import BLOCK, TILE, QTensor, padded, round_up
+from fp8flax._core.names import DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
+from fp8flax._core.qtensor import BLOCK, TILE, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
 
 
@@ -187,14 +195,15 @@ def _products_in_tiles(gemm: Gemm, a: Any, kernels: Any, group_sizes: jax.Array)
     """Returns each row times the kernel of its expert, ``(rows, columns)``, in plain JAX."""
     gemm, kernels = _columns_first(gemm, kernels)  # once, not at each visit
     rows, tile = a.shape[0], tile_of(a.shape[0], group_sizes.size)
-    a, kernels = _in_whole_tiles(tile, a, gemm.lhs_dtype), _without_blocks(kernels, gemm.rhs_dtype)
+    multiply_tile, a, kernels = _without_blocks(gemm, a, kernels)
+    a = _in_whole_tiles(tile, a)
 
     def step(out: jax.Array, visit: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         row, expert, low, high = visit
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, keepdims=False), kernels)
         if isinstance(kernel, QTensor) and kernel.scale.size == 1:
             kernel = dataclasses.replace(kernel, scale=kernel.scale.reshape(()))
-        product = multiply(gemm, _tile_at(row, tile, a), kernel)
+        product = multiply_tile(_tile_at(row, tile, a), kernel)
         before = lax.dynamic_slice_in_dim(out, row, tile)
         of_tile = jnp.where(is_of_expert(tile, low, high), product, before)
         return lax.dynamic_update_slice_in_dim(out, of_tile, row, 0), None
@@ -209,13 +218,14 @@ def _products_in_tiles(gemm: Gemm, a: Any, kernels: Any, group_sizes: jax.Array)
 def _sums_in_tiles(gemm: Gemm, a: Any, b: Any, group_sizes: jax.Array) -> jax.Array:
     """Returns the sums over each expert's rows, ``(experts, depth, columns)``, in plain JAX."""
     tile, wide = tile_of(a.shape[0], group_sizes.size), sum_dtype_of(gemm.out_dtype)
-    a, b = _in_whole_tiles(tile, a, gemm.lhs_dtype), _in_whole_tiles(tile, b, gemm.rhs_dtype)
+    multiply_tile, a, b = _without_blocks(gemm._replace(out_dtype=wide), a, b)
+    a, b = _in_whole_tiles(tile, a), _in_whole_tiles(tile, b)
 
     def step(carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]) -> tuple[Any, None]:
         (total, out), (row, expert, low, high, is_first) = carry, visit
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
         keep = is_of_expert(tile, low, high)
-        product = multiply(gemm._replace(out_dtype=wide), *(_tile_at(row, tile, x, keep) for x in (a, b)))
+        product = multiply_tile(_tile_at(row, tile, a, keep), _tile_at(row, tile, b, keep))
         total = jnp.where(is_first, jnp.zeros_like(total), total) + product
         # All visits of an expert follow each other, so its last visit writes its whole sum.
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), expert, 0)), None
@@ -228,14 +238,23 @@ def _sums_in_tiles(gemm: Gemm, a: Any, b: Any, group_sizes: jax.Array) -> jax.Ar
     return lax.scan(step, (total, out), (*visits[:4], is_first))[0][1]
 
 
-def _without_blocks(x: AnyTensor, dtype: Any) -> AnyTensor:
-    """Returns the values of an operand with scales per block; returns another operand unchanged."""
-    return x.dequantize(dtype) if isinstance(x, QTensor) and x.block else x
+def _without_blocks(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> tuple[Callable[..., jax.Array], Any, Any]:
+    """Returns the function that multiplies tiles, and the operands, dequantized if scales are per block."""
+    quantized = [x for x in (a, b) if isinstance(x, QTensor)]
+    blocks = [x for x in quantized if x.block]
+    if not blocks:
+        return partial(multiply, gemm), a, b
+    scope = DEQUANTIZED if len(quantized) == 2 else KEPT_WIDE
+    if scope == DEQUANTIZED and not all(x.quantizer.is_exact_in_bfloat16 for x in blocks):
+        wide = sum_dtype_of(gemm.lhs_dtype, gemm.rhs_dtype)
+        gemm = gemm._replace(lhs_dtype=wide, rhs_dtype=wide, precision=lax.Precision.HIGHEST)
+    a, b = dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype)
+    return partial(multiply_wide, scope, gemm), a, b
 
 
-def _in_whole_tiles(tile: int, x: AnyTensor, dtype: Any) -> AnyTensor:
+def _in_whole_tiles(tile: int, x: AnyTensor) -> AnyTensor:
     """Returns rows that zeros fill up to whole tiles, at least one; scales that all rows share stay."""
-    (rows, size), x = x.shape, _without_blocks(x, dtype)
+    rows, size = x.shape
     filled = max(tile, round_up(rows, tile))
     if not isinstance(x, QTensor):
         return padded(x, (filled, size))

@@ -10,8 +10,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm import casts
-from fp8flax._core.gemm.casts import Cast
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm.casts import Cast, block_quantize
 from fp8flax._core.qtensor import Dims
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

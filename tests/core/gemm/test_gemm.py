@@ -10,9 +10,9 @@ import pytest
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm import casts, gemm
+from fp8flax._core.gemm.casts import block_quantize
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
@@ -118,17 +118,11 @@ def test_codes_are_never_multiplied_in_float16():
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_operands_that_are_filled_up_to_other_widths(target):
     """Blocks of 32 and of 128 columns, with 96 columns; devices of a mesh cannot split these."""
-    quantizers = [
-        fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=block, scale="e8m0")
-        for block in ((1, 32), (1, 128))
-    ]
-    recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizers[0], rhs=quantizers[1]))
-    op = fp8.Fp8DotGeneralOp(recipe=recipe)
+    lhs, rhs = (fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, columns)) for columns in (32, 128))
+    recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
+    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe)
     with compiling_for(GPUS[target]):
-        out = jax.eval_shape(
-            lambda x, w: op.apply({}, x, w, MATMUL), jnp.zeros((16, 96)), jnp.zeros((96, 16))
-        )
-    assert out.shape == (16, 16)
+        assert jax.eval_shape(dot, jnp.zeros((16, 96)), jnp.zeros((96, 16))).shape == (16, 16)
 
 
 @pytest.mark.parametrize(("number", "fits"), [(4, True), (2**18, False)])

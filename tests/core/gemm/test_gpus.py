@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm.gpus import (
-    GPUS,
-    compiling_for,
-    compute_capability,
-    compute_capability_of,
-)
+from fp8flax._core.gemm.gpus import GPUS, compiling_for, compute_capability, compute_capability_of
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import MATMUL
 

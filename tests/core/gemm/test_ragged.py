@@ -1,4 +1,4 @@
-"""Ragged dots on Hopper beside NumPy, with a reference in the place of the GPU kernel."""
+"""Ragged dots beside NumPy: on Hopper, with a reference in the place of the GPU kernel, and in tiles."""
 
 from functools import partial
 
@@ -12,14 +12,15 @@ from fp8flax._core.gemm import ragged
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.ragged import grouped_products, grouped_sums
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference
 from tests.core.gemm.test_groups import bounds
 
 E4M3 = jnp.float8_e4m3fn
-SQUARE = fp8.Float8BlockScaling().gemms.forward
+SQUARE = fp8.Float8BlockScaling(use_f32_scales=True).gemms.forward
+ON_HOPPER = ragged.grouped_products, ragged.grouped_sums
+IN_TILES = ragged._products_in_tiles, ragged._sums_in_tiles
 QUANTIZERS = {
     "tensorwise": (fp8.CurrentQuantizer(dtype=E4M3),) * 2,
     "axiswise": (fp8.CurrentQuantizer(dtype=E4M3, granularity="axiswise"),) * 2,
@@ -32,7 +33,7 @@ def quantized(quantizer, x, axis):
     return quantizer.quantize(jnp.asarray(x), stack if x.ndim == 3 else Dims(2, (axis,)))
 
 
-def check_ragged_dots(name, rows, sizes, depth, columns, out_dtype):
+def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
     """No NaN of a row leaves the row, or its group in a sum; rows of no expert are zeros."""
     of_rows, of_kernel = QUANTIZERS[name]
     rng, experts, spans = np.random.default_rng(0), len(sizes), bounds(rows, sizes)
@@ -45,15 +46,17 @@ def check_ragged_dots(name, rows, sizes, depth, columns, out_dtype):
     poisoned = next(start for start, end in spans[1:] if start < end)  # in a tile with rows of other groups
     x[poisoned, 5] = np.nan
     x[spans[-1][0] :] = g[spans[-1][0] :] = 0
-    dtype, tolerance = np.dtype(out_dtype), 2e-6 if out_dtype == jnp.float32 else 2**-8
+    of_operands, tolerance = np.dtype(jnp.bfloat16), 2e-6 if out_dtype == jnp.float32 else 2**-8
 
     def run(f, contract, a, b):
-        gemm = Gemm((((contract,), (contract,)), ((), ())), dtype, dtype, dtype)
-        out = jax.jit(partial(f, gemm))(a, b, np.array(sizes))
+        dims = ((contract,), (contract,)), ((), ())
+        program = jax.jit(partial(f, Gemm(dims, of_operands, of_operands, np.dtype(out_dtype))))
+        out = program(a, b, np.array(sizes))
+        assert "kept_wide" not in program.lower(a, b, np.array(sizes)).as_text(debug_info=True)
         assert out.dtype == out_dtype
         return np.asarray(out, np.float64)
 
-    out = run(grouped_products, 1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
+    out = run(functions[0], 1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
     assert out.shape == (rows, columns)
     assert np.isnan(out).any(1).nonzero()[0].tolist() == [poisoned]
     left = with_reference(of_rows, x, 1)
@@ -63,7 +66,7 @@ def check_ragged_dots(name, rows, sizes, depth, columns, out_dtype):
             assert error_of_product(out[kept], left[kept] @ kernel, left[kept], kernel) <= tolerance
     assert not out[slice(*spans[-1])].any()
 
-    out = run(grouped_sums, 0, *(quantized(of_rows, a, 0) for a in (x, g)))
+    out = run(functions[1], 0, *(quantized(of_rows, a, 0) for a in (x, g)))
     assert out.shape == (experts, depth, columns)
     left, right = (with_reference(of_rows, a, 0) for a in (x, g))
     for e, (start, end) in enumerate(spans[:-1]):
@@ -90,7 +93,11 @@ FIRST, *OTHERS = CASES
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
 def test_ragged_dots_on_hopper(case, monkeypatch):
     monkeypatch.setattr(ragged, "tiled_gemm", tiled_gemm_in_jax)
-    check_ragged_dots(*CASES[case])
+    check_ragged_dots(ON_HOPPER, *CASES[case])
+
+
+def test_ragged_dots_in_tiles_keep_float32_scales():
+    check_ragged_dots(IN_TILES, "blocks", 140, (13, 0, 120), 136, 40, jnp.float32)
 
 
 @pytest.mark.long
@@ -101,7 +108,7 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
     kernel = partial(tiled_gemm_hopper.tiled_gemm, interpret=InterpretGPUParams())
     monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
     monkeypatch.setattr(ragged, "tiled_gemm", kernel)
-    check_ragged_dots(*CASES[FIRST])
+    check_ragged_dots(ON_HOPPER, *CASES[FIRST])
 
 
 @pytest.mark.parametrize("blocks", [False, True])

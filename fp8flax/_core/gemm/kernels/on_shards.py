@@ -25,21 +25,20 @@ Axes = tuple[str, ...]
 def on_shards(
     kernel: Callable[..., Any], operands: Sequence[str], results: str | tuple[str, ...], name: str = ""
 ) -> Callable[..., Any]:
-    """Returns ``kernel`` for tensors that may be split over devices in all dimensions with a letter.
+    """Returns ``kernel`` for tensors that devices may split: each device computes its part.
 
-    Each device calls the kernel with its part of each operand. If a split dimension is not in the result,
-    the partial results are summed over the devices, in their own dtype. A mesh axis splits a single
-    dimension. If several dimensions could use it, the first of this list gets it: a summed dimension; one
-    that operands and results split alike; one that operands split; one that results split. The devices
-    split a dimension between blocks. They do not split a dimension that ends in a partial block.
+    Letters name the dimensions, as in einsum: ``on_shards(f, ("mk", "nk"), "mn")(a, b)``. Devices that
+    split a dimension that is not in the result, k here, sum their results, in the dtype of the results. A
+    mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
+    dimension; one that operands and results split alike; one that operands split; one that results split.
+    Devices split a dimension between blocks. They do not split one that ends in a partial block.
 
     Args:
         kernel: a function of arrays and of ``QTensor``.
-        operands: for each operand, a lower case letter for each dimension, or for the codes of a
-            ``QTensor``. Dimensions with the same letter correspond, and are split together. A dimension
-            ``-`` corresponds to no other, and is not split. If operands do not agree on how they split a
-            dimension, they do not decide. An upper case letter stands for a dimension that is split as the
-            one with the lower case letter, however the operand comes.
+        operands: for each operand, a letter for each dimension (of the codes of a ``QTensor``), or ``-``
+            for one that is not split. Operands that split a dimension in different ways do not decide how
+            it is split. Nor does a dimension with an upper case letter, which is split as the lower case
+            one.
         results: the letters of the result, or of each result.
         name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
     """

@@ -98,6 +98,8 @@ def tiled_gemm(
     stage_bytes = 2 * TILE * BLOCK + 4 * num_scales * TILE
     stages = (_SHARED_MEMORY - TILE * TILE * out_dtype.itemsize) // stage_bytes
     layout = plgpu.Layout.WGMMA
+    # The interpreter cannot multiply by a transposed reference, so it gets the right operand transposed.
+    order = -1 if is_interpreted else 1
 
     def in_units(itemsize: int) -> tuple[Any, ...]:
         """Returns how shared memory stores a tile: in units of 8 rows and 128 bytes."""
@@ -123,14 +125,12 @@ def tiled_gemm(
 
         specs = [
             spec((TILE, BLOCK), lambda place: (place.lhs, place.depth), transforms=in_units(1)),
-            spec((TILE, BLOCK), lambda place: (place.rhs + j, place.depth), transforms=in_units(1)),
+            spec(
+                (TILE, BLOCK), lambda place: (place.rhs + j, place.depth)[::order], transforms=in_units(1)
+            ),
             spec((1, TILE), lambda place: (place.depth, place.scale)),
             spec((1, TILE), lambda place: (place.depth, place.rhs + j)),
         ]
-        if is_interpreted:  # the right operand comes transposed
-            specs[1] = spec(
-                (BLOCK, TILE), lambda place: (place.depth, place.rhs + j), transforms=in_units(1)
-            )
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(num_blocks(t, *tables),),
@@ -146,11 +146,8 @@ def tiled_gemm(
         *tables, out = refs
         fetched = [lhs, rhs, lhs_scale, rhs_scale][: 2 + num_scales]
 
-        # The body of a pipeline that never runs: it gives the allocations that all tiles then share.
-        def nothing(*_: Any, **__: Any) -> None:
-            return None
-
-        first = jnp.int32(0)
+        # A pipeline that never runs gives the allocations that all tiles then share.
+        first, nothing = jnp.int32(0), lambda *_: None
         allocations = pipeline(nothing, nothing, first, first, tables).get_allocations(*fetched)
 
         @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
@@ -209,7 +206,6 @@ def tiled_gemm(
         },
         interpret=interpret,
     )
-    # The interpreter cannot multiply by a transposed reference.
     operands = vary_alike(lhs, rhs.T if is_interpreted else rhs, lhs_scale, rhs_scale, *tables)
     # Pallas's pipeline divides an int32 by Python integers, which would be int64 under jax_enable_x64.
     with jax.named_scope(name), jax.enable_x64(False):
