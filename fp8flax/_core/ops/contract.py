@@ -27,7 +27,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
@@ -65,15 +64,13 @@ class Operand(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: Any
-    """The sharding of an array on a mesh with explicit axes; None for all other arrays."""
     axes: frozenset[str]
     """The manual axes of ``shard_map`` over which the operand varies."""
 
     @classmethod
     def of(cls, x: jax.Array) -> Operand:
         """Returns the operand description of ``x``."""
-        return cls(x.shape, x.dtype, explicit_sharding(x), manual_axes(x))
+        return cls(x.shape, x.dtype, manual_axes(x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,29 +296,3 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
     if isinstance(kept.quantizer, DelayedQuantizer):
         kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
     return kept.from_bits()
-
-
-# Meshes with explicit axes: they are automatic inside of a contraction, because JAX cannot derive the
-# sharding of a reshape, or of a product that sums over devices.
-
-
-def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
-    """Returns ``partial(f, plan)`` without explicit axes inside; without ``out_sharding`` it replicates."""
-    if plan.lhs.sharding is None:
-        return partial(f, plan)
-    mesh = plan.lhs.sharding.mesh
-    out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
-    lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
-    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
-
-
-def explicit_sharding(x: Any) -> Any:
-    """Returns the sharding of an array if it lies on a mesh with explicit axes, and None otherwise."""
-    sharding = jax.typeof(x).sharding
-    return sharding if explicit_axes(sharding.mesh) else None
-
-
-def explicit_axes(mesh: Any) -> tuple[str, ...]:
-    """Returns the names of the explicit axes of a mesh."""
-    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)

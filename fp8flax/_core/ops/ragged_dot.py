@@ -14,15 +14,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
-from fp8flax._core.ops.contract import (
-    STATELESS,
-    Contraction,
-    Operand,
-    States,
-    explicit_sharding,
-)
+from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims
@@ -87,7 +82,7 @@ def _check(lhs: jax.Array, rhs: jax.Array) -> None:
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
+    if explicit_axes(lhs) or explicit_axes(rhs):
         raise NotImplementedError(
             "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
             "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
