@@ -179,7 +179,9 @@ class Call(Interception):
         options = {"form": self._rules_here.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
-            return by(OPS[site.op](recipe=decision.recipe, **options, parent=parent))
+            op = OPS[site.op](recipe=decision.recipe, **options, parent=parent)
+            object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
+            return by(op)
 
     def _is_of_a_layer(self, kernel: Origin) -> bool:
         """Returns whether the running module is a Linen layer that takes an op for this kernel.

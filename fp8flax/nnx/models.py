@@ -308,7 +308,7 @@ def _new_op(site: Site, decision: Decision, options: Rules) -> Fp8Op:
     form = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = OPS[row](*num_kernels, recipe=decision.recipe, **form)
-    op._reason = decision.reason
+    op._reason, op.has_kernel = decision.reason, site.kernel is not None
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()
