@@ -229,7 +229,10 @@ def quantized_twice(
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        return *_in_blocks(plan, role, one, x), {}
+        cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
+        first, second = no_derivative(partial(quantize_blocks, cast))(x)
+        # A GPU makes the codes of square blocks in the order of each product.
+        return first, first if one.serves_both and not compute_capability() else second, {}
     x = inf_to_nan(x) if role == "output_grad" else x
     first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
@@ -252,14 +255,6 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
     return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
-
-
-def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
-    """Quantizes a canonical tensor in blocks for both products."""
-    cast = Cast(quantizer, plan.dims[role][0], inf_is_nan=role == "output_grad")
-    one, other = no_derivative(partial(quantize_blocks, cast))(x)
-    # A GPU makes the codes of square blocks in the order of each product.
-    return one, one if quantizer.serves_both and not compute_capability() else other
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
