@@ -1,7 +1,7 @@
 """Iterates over the equations of a program that JAX has traced (a jaxpr), and of the programs inside it.
 
-Why: statistics, the conversion of a model, its report and ``freeze`` read what a function computes. JAX has
-no public way to do so.
+Why: the conversion of a model, and its report, read what a function computes. JAX has no public way to do
+so.
 
 Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
 promise that it stays.
@@ -9,7 +9,7 @@ promise that it stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -47,15 +47,9 @@ def equations(
     for eqn in getattr(program, "jaxpr", program).eqns:
         equation = Equation(eqn, outer_scopes, times)
         yield equation
-        inside = programs_in(eqn.params)
+        values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+        inside = [one for each in values for one in each if isinstance(one, core.Jaxpr | core.ClosedJaxpr)]
         if inside and looks_into(equation):
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for inner in inside:
                 yield from equations(inner, looks_into, equation.scopes, times * length)
-
-
-def programs_in(params: Mapping[str, Any]) -> list[Any]:
-    """Returns the jaxprs, closed or not, among the parameters of a primitive, also those in lists."""
-    kinds = core.Jaxpr, core.ClosedJaxpr
-    values = [one for x in params.values() for one in (x if isinstance(x, tuple | list) else (x,))]
-    return [one for one in values if isinstance(one, kinds)]
