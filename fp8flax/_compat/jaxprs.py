@@ -1,7 +1,7 @@
 """Iterates over the equations of a program that JAX has traced (a jaxpr), and of the programs inside it.
 
-Why: statistics, the conversion of a model, its report and ``freeze`` read what a function computes. JAX has
-no public way to do so.
+Why: the conversion of a model, and its report, read what a function computes. JAX has no public way to do
+so.
 
 Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
 promise that it stays.
@@ -9,7 +9,7 @@ promise that it stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -44,40 +44,12 @@ def equations(
         outer_scopes: the scopes around the program.
         times: how often the program is computed.
     """
-    for eqn in jaxpr_of(program).eqns:
+    for eqn in getattr(program, "jaxpr", program).eqns:
         equation = Equation(eqn, outer_scopes, times)
         yield equation
-        inside = programs_in(eqn.params)
+        values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+        inside = [one for each in values for one in each if isinstance(one, core.Jaxpr | core.ClosedJaxpr)]
         if inside and looks_into(equation):
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for inner in inside:
                 yield from equations(inner, looks_into, equation.scopes, times * length)
-
-
-def jaxpr_of(program: Any) -> Any:
-    """Returns the ``Jaxpr`` of a program that is a ``ClosedJaxpr`` or a ``Jaxpr``."""
-    return getattr(program, "jaxpr", program)
-
-
-def programs_in(params: Mapping[str, Any]) -> list[Any]:
-    """Returns the jaxprs, closed or not, among the parameters of a primitive, also those in lists."""
-    kinds = core.Jaxpr, core.ClosedJaxpr
-    values = [one for x in params.values() for one in (x if isinstance(x, tuple | list) else (x,))]
-    return [one for one in values if isinstance(one, kinds)]
-
-
-def is_literal(atom: Any) -> bool:
-    """Returns whether an operand of an equation is a literal number, and not a variable."""
-    return isinstance(atom, core.Literal)
-
-
-def num_consts_and_carry(scan: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many operands of a ``scan`` are constants, and how many are its carry.
-
-    Args:
-        scan: the parameters of the primitive.
-    """
-    if "ft_in" in scan:  # JAX 0.11.2
-        consts, carry, _ = scan["ft_in"].unpack()
-        return len(consts), len(carry)
-    return scan["num_consts"], scan["num_carry"]

@@ -207,7 +207,14 @@ def is_digest(x: Any) -> bool:
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
     """Returns a digest from its three numbers: float32 arrays of its shape."""
-    return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
+    ndim = numbers[0].ndim
+    if ndim < 2:
+        return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
+    # Digests of stacked layers: a GPU kernel can make several by selects, but only one by a stack.
+    cases = [jnp.broadcast_to(x[..., None], (*x.shape, len(numbers))) for x in numbers]
+    aval = jax.typeof(cases[0])
+    place = lax.broadcasted_iota(np.int32, aval.shape, ndim, out_sharding=aval.sharding)
+    return of_floats(digest_dtype, lax.select_n(place, *cases))
 
 
 def digested(x: jax.Array, num: int = 3) -> list[jax.Array]:

@@ -1,12 +1,14 @@
-"""Merges amaxes by maximum, and sums gradients, over the axes of ``jax.vmap`` and ``jax.shard_map``."""
+"""The axes of ``jax.vmap``, of ``jax.shard_map``, and of meshes with explicit axes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def manual_axes(x: Any) -> frozenset[str]:
@@ -72,3 +74,20 @@ def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Returns the cotangent of a value that varies over ``axes``: ``grad`` summed over its other axes."""
     excess = manual_axes(grad) - axes
     return lax.psum(grad, tuple(sorted(excess))) if excess else grad
+
+
+def explicit_axes(x: Any) -> tuple[str, ...]:
+    """Returns the names of the explicit axes of the mesh that an array lies on."""
+    mesh = jax.typeof(x).sharding.mesh
+    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+
+
+def on_automatic_axes(f: Callable[..., Any], x: Any, out_sharding: Any = None) -> Callable[..., Any]:
+    """Returns ``f``, inside of which the explicit axes of the mesh of ``x`` are automatic.
+
+    JAX cannot derive the sharding of a reshape, or of a product that sums over devices. Without
+    ``out_sharding`` the results are replicated.
+    """
+    axes, replicated = explicit_axes(x), NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    out_sharding = replicated if out_sharding is None else out_sharding
+    return jax.sharding.auto_axes(f, axes=axes, out_sharding=out_sharding) if axes else f

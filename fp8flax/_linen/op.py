@@ -41,10 +41,8 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        has_state = not self.is_initializing() and (
-            calls_of(self.scope) or self.has_variable(collection, name)
-        )
-        if has_state and self._is_named_mutable():
+        calls, is_there = calls_of(self.scope), self.has_variable(collection, name)
+        if (calls or is_there) and not self.is_initializing() and self._is_named_mutable():
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {collection!r}, but apply returns the old state there. The next state is "
@@ -52,9 +50,8 @@ class Fp8Op(OpBase, nn.Module):
                 "fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
-        for call in calls_of(self.scope)[-1:]:
-            if (value := call.state_of(self, leaf)) is not None:
-                return value, where
+        if calls and (value := calls[-1].state_of(self, leaf)) is not None:
+            return value, where
         if self._is_normalized(name):
             raise ValueError(
                 f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
@@ -62,7 +59,7 @@ class Fp8Op(OpBase, nn.Module):
                 "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
                 "variable_filter={'<layer>/kernel'}."
             )
-        if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
+        if not (is_there or self.is_mutable_collection(collection)):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
                 f"here. Pass the variables whole, with their {collection!r} collection. A model without "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 
 from fp8flax._core.formats import Format
@@ -191,4 +193,9 @@ class Fp8RaggedDotOp(Fp8Op):
 OPS: dict[type[Op], type[Fp8Op]] = {
     op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
 }
-"""The ops by their rows in the table of all ops."""
+"""The ops by their descriptions: the table of all ops, which conversion and reports read."""
+
+
+def row_of(primitive: Any) -> type[Op] | None:
+    """Returns the description of the op that computes a JAX primitive, or None."""
+    return next((row for row in OPS if row.primitive == primitive.name), None)

@@ -184,6 +184,7 @@ class Call(Interception):
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
+            object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
 
     def origin_of(self, value: Any) -> Origin | None:

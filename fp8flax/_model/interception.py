@@ -22,8 +22,8 @@ from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import Op
-from fp8flax._core.ops.row import row_of
 from fp8flax._linen.conversion import having
+from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 

@@ -14,10 +14,10 @@ from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import GemmSizes
-from fp8flax._core.ops.row import row_of
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
+from fp8flax._linen.ops import row_of
 from fp8flax._model.converted_call import Call
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site

@@ -269,7 +269,7 @@ def _new_op(site: Site, options: Rules) -> Fp8Op:
     form = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
-    op._reason = site.reason
+    op._reason, op.has_kernel = site.reason, site.kernel is not None
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()

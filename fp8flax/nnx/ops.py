@@ -185,4 +185,4 @@ class Fp8RaggedDotOp(Fp8Op):
 OPS: dict[type[Op], type[Fp8Op]] = {
     op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
 }
-"""The ops by their rows in the table of all ops."""
+"""The ops by their descriptions."""

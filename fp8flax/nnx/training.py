@@ -63,12 +63,8 @@ def _left(state: Any, gradient: Any) -> Any:
 
 def _without_max_dtype(tree: Any) -> Any:
     """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
-    for node in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
-        inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
-        for variable in inside:
-            value = variable.get_value() if isinstance(variable, nnx.Variable) else None
-            if any(map(is_max_dtype, jax.tree.leaves(value))):
-                variable.set_value(from_max(value))
+    nodes = list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+    nnx.update(nodes, from_max(nnx.state(nodes, lambda _, x: any(map(is_max_dtype, jax.tree.leaves(x))))))
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
 
 

@@ -218,6 +218,7 @@ def test_products():
     out = model8.apply(variables, x)
     wide = Attention().apply({"params": variables["params"]}, x)
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
+    jax.grad(lambda x: jnp.sum(model8.apply(variables, x)))(x)  # trains nothing: no warning
 
 
 class TestErrors:

@@ -27,7 +27,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
@@ -65,15 +64,13 @@ class Operand(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: Any
-    """The sharding of an array on a mesh with explicit axes; None for all other arrays."""
     axes: frozenset[str]
     """The manual axes of ``shard_map`` over which the operand varies."""
 
     @classmethod
     def of(cls, x: jax.Array) -> Operand:
         """Returns the operand description of ``x``."""
-        return cls(x.shape, x.dtype, explicit_sharding(x), manual_axes(x))
+        return cls(x.shape, x.dtype, manual_axes(x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,7 +229,10 @@ def quantized_twice(
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        return *_in_blocks(plan, role, one, x), {}
+        cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
+        first, second = no_derivative(partial(quantize_blocks, cast))(x)
+        # A GPU makes the codes of square blocks in the order of each product.
+        return first, first if one.serves_both and not compute_capability() else second, {}
     x = inf_to_nan(x) if role == "output_grad" else x
     first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
@@ -255,14 +255,6 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
     return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
-
-
-def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
-    """Quantizes a canonical tensor in blocks for both products."""
-    cast = Cast(quantizer, plan.dims[role][0], inf_is_nan=role == "output_grad")
-    one, other = no_derivative(partial(quantize_blocks, cast))(x)
-    # A GPU makes the codes of square blocks in the order of each product.
-    return one, one if quantizer.serves_both and not compute_capability() else other
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
@@ -299,29 +291,3 @@ def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QT
     if isinstance(kept.quantizer, DelayedQuantizer):
         kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
     return kept.from_bits()
-
-
-# Meshes with explicit axes: they are automatic inside of a contraction, because JAX cannot derive the
-# sharding of a reshape, or of a product that sums over devices.
-
-
-def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
-    """Returns ``partial(f, plan)`` without explicit axes inside; without ``out_sharding`` it replicates."""
-    if plan.lhs.sharding is None:
-        return partial(f, plan)
-    mesh = plan.lhs.sharding.mesh
-    out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
-    lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
-    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
-
-
-def explicit_sharding(x: Any) -> Any:
-    """Returns the sharding of an array if it lies on a mesh with explicit axes, and None otherwise."""
-    sharding = jax.typeof(x).sharding
-    return sharding if explicit_axes(sharding.mesh) else None
-
-
-def explicit_axes(mesh: Any) -> tuple[str, ...]:
-    """Returns the names of the explicit axes of a mesh."""
-    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)

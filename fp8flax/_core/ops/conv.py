@@ -26,18 +26,16 @@ from fp8flax._core.shapes import Float
 class _Windows(NamedTuple):
     """The windows of a convolution along one spatial dimension, if they do not overlap.
 
-    The padded dimension is divided into ``number`` pieces of ``step`` elements. Each piece has one window,
-    which starts at its first element.
+    The dimension is padded (``padding`` is as for ``lax.pad``), and divided into ``number`` pieces of
+    ``step`` elements. Each piece has one window, which starts at its first element and reaches over
+    ``length`` elements. It reads every element whose distance from the first is a multiple of ``dilation``.
     """
 
     padding: tuple[int, int, int]
-    """As for ``lax.pad``: elements to add before and after; a negative number removes elements."""
     number: int
     step: int
     length: int
-    """The distance from the start of a window to its end."""
     dilation: int
-    """The distance from one element of a window to the next."""
 
 
 def _traced(lhs: Any, rhs: Any, *arguments: Any) -> tuple[Any, dict[str, Any], list[_Windows] | None]:

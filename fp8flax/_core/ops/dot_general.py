@@ -14,16 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.gemm import multiply
 from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
-from fp8flax._core.ops.contract import (
-    STATELESS,
-    Contraction,
-    Operand,
-    States,
-    explicit_axes,
-    explicit_sharding,
-)
+from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims, QTensor
@@ -161,14 +155,11 @@ class DotContraction(Contraction):
 
 def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
-    sharding = explicit_sharding(kernel)
-    if sharding is None:
-        return plan.stored(kernel, scale)
-    # JAX cannot derive the sharding of a reshape.
+    sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
     out_sharding = QTensor(sharding, replicated, plan.recipe.of_role("kernel")[0])
-    axes = explicit_axes(sharding.mesh)
-    return jax.sharding.auto_axes(plan.stored, axes=axes, out_sharding=out_sharding)(kernel, scale)
+    stored: QTensor = on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
+    return stored
 
 
 def dot_plan(
@@ -214,11 +205,8 @@ def _qdq_plan(
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return dot_general_with_precision(lhs, rhs, *arguments)
 
-    sharding = explicit_sharding(lhs)
-    if out_sharding is not None and sharding is not None:
-        axes = explicit_axes(sharding.mesh)
-        product = jax.sharding.auto_axes(product, axes=axes, out_sharding=out_sharding)
-    return FakeQuantized.of(product, lhs, rhs, recipe)
+    on_axes = product if out_sharding is None else on_automatic_axes(product, lhs, out_sharding)
+    return FakeQuantized.of(on_axes, lhs, rhs, recipe)
 
 
 def fp8_dot_general(

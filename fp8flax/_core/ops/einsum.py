@@ -37,7 +37,8 @@ class Einsum(DotGeneral):
         """Contracts the operands in FP8, as ``jnp.einsum`` does in their own dtypes.
 
         ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of
-        input and kernel. Axes that only one operand has, and not the result, are summed first.
+        input and kernel. An axis of size 1 broadcasts. Axes that only one operand has, and not the result,
+        are summed first.
 
         Args:
             eqn: the equation; no index may occur twice within one operand.
@@ -58,11 +59,17 @@ class Einsum(DotGeneral):
                 f"The einsum equation {eqn!r} repeats an index within one operand. Take the diagonal "
                 "before the FP8 einsum."
             )
+
+        def sum_over(i: int, indices: set[str]) -> None:
+            axes = tuple(axis for axis, n in enumerate(names[i]) if n in indices)
+            operands[i] = jnp.sum(operands[i], axis=axes) if axes else operands[i]
+            names[i] = "".join(n for n in names[i] if n not in indices)
+
+        ones = [{n for n, size in zip(each, x.shape) if size == 1} for each, x in zip(names, operands)]
+        for i, other in ((0, 1), (1, 0)):  # an index of size 1 broadcasts
+            sum_over(i, (ones[i] - ones[other]) & set(names[other]))
         for i, other in ((0, 1), (1, 0)):
-            kept = [n for n in names[i] if n in names[other] or n in result]
-            summed = tuple(axis for axis, n in enumerate(names[i]) if n not in kept)
-            operands[i] = jnp.sum(operands[i], axis=summed) if summed else operands[i]
-            names[i] = "".join(kept)
+            sum_over(i, set(names[i]) - {*names[other], *result})
         shared = [n for n in names[0] if n in names[1]]
         batch = [n for n in result if n in shared]
         contract = [n for n in shared if n not in result]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from fp8flax._core.axes import merge_amax
+from fp8flax._core.axes import merge_amax, on_automatic_axes
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
@@ -29,7 +29,6 @@ from fp8flax._core.ops.contract import (
     Scales,
     States,
     contract,
-    on_automatic_axes,
     quantized_once,
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
@@ -76,7 +75,12 @@ def run(
         input_scale: the delayed scale of the input of a frozen kernel. Gradients then stay wide.
     """
     recipe, is_qdq = plan.recipe, isinstance(plan, FakeQuantized)
-    on_axes = partial(on_automatic_axes, plan, out_sharding=plan.out_sharding)
+
+    def on_axes(f: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``partial(f, plan)``; JAX handles explicit axes if it differentiates the product."""
+        of_plan = partial(f, plan)
+        return of_plan if is_qdq else on_automatic_axes(of_plan, lhs, plan.out_sharding)
+
     wide = on_axes(type(plan).wide)
     if not any(recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
@@ -86,15 +90,14 @@ def run(
         return on_axes(_frozen)(lhs, rhs, {} if input_scale is None else {"input": input_scale})
     if not (is_qdq or is_calibrating()):
         warn_if_emulated(recipe.forward, recipe.dgrad, recipe.wgrad)
-    state_of = {role: states[role] for role in recipe.delayed}
-    with_digest = zip(state_of, with_digests(list(state_of.values())))
+    with_digest = zip(states, with_digests(list(states.values())))
     scales = {role: step_scale(recipe.delayed[role], state) for role, state in with_digest}
-    compute: Any = on_axes(_run_qdq if is_qdq else contract)
+    compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is None:
         return compute((lhs, rhs), scales)
     if is_calibrating():
         compute = lambda operands, scales: wide(*operands)  # noqa: E731
-    return _observed(plan, compute, (lhs, rhs), state_of, scales)
+    return _observed(plan, compute, (lhs, rhs), states, scales)
 
 
 # Quantize-dequantize.
@@ -116,8 +119,7 @@ class FakeQuantized(Contraction):
     def of(cls, multiply: Any, lhs: jax.Array, rhs: jax.Array, recipe: CustomRecipe) -> FakeQuantized:
         """Returns the plan; ``multiply(lhs, rhs)`` computes the product of wide operands."""
         out = jax.eval_shape(multiply, lhs, rhs)  # lax raises its own errors
-        # JAX differentiates the product, and handles the explicit axes of a mesh.
-        x, w = (Operand.of(operand)._replace(sharding=None) for operand in (lhs, rhs))
+        x, w = Operand.of(lhs), Operand.of(rhs)
         return cls(recipe=recipe, lhs=x, rhs=w, out_dtype=out.dtype, multiply=multiply)
 
     @property
@@ -177,7 +179,7 @@ def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 def _observed(plan: Contraction, compute: Any, operands: Any, states: States, scales: Scales) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look = partial(_with_amax if observing.calibrates else _with_errors, observing.path)
+    look: Any = _with_amax if observing.calibrates else partial(_with_errors, observing.path)
 
     def look_at_cotangent(g: jax.Array, args: Any) -> Any:
         plan, _, scales = args
@@ -201,9 +203,7 @@ def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
-def _with_amax(
-    _: Any, role: str, x: jax.Array, plan: Contraction, states: States, scales: Scales
-) -> jax.Array:
+def _with_amax(role: str, x: jax.Array, plan: Contraction, states: States, _: Scales) -> jax.Array:
     """Returns ``x``, and reports the amax of a tensor with delayed scaling."""
     if role not in states:
         return x
@@ -216,14 +216,14 @@ def _with_errors(path: tuple[str, ...], role: str, x: jax.Array, *args: Any) -> 
     if not any(plan.recipe.of_role(role)):
         return x
 
-    def records(plan: Contraction, x: jax.Array, scales: Scales) -> list[jax.Array]:
+    def records(x: jax.Array, scales: Scales) -> list[jax.Array]:
         x = plan.canonical(role, x)
         first, second = uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
         if first[0] is not None and first[0] == second[0] and first[0].serves_both:
             uses = uses[:1]
         return [numbers_of(q, dims, x, scales.get(role)) for q, dims in uses if q is not None]
 
-    found = on_automatic_axes(plan, records, None)(lax.stop_gradient(x), scales)
+    found = on_automatic_axes(records, x)(lax.stop_gradient(x), scales)
     # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
     place = Numbers._fields.index("nonfinite")
     for record in [found[0], *(record.at[..., place].set(0) for record in found[1:])]:

@@ -137,6 +137,8 @@ class OpBase:
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
 
+    has_kernel: bool = True
+    """Whether ``rhs`` is a kernel, and not an activation."""
     recipe: Recipe | None
     form: str = "direct"
     """The form of the op; a field of the ops whose row ``has_form``."""
@@ -184,7 +186,8 @@ class OpBase:
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
         for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
-            return out if is_max_dtype(state.scale) else _checked(out, rhs, state.scale)
+            if self.has_kernel and not is_max_dtype(state.scale):
+                return _checked(out, rhs, state.scale)
         return out
 
     def _states(self, recipe: Recipe, kernel: Shape) -> States:

@@ -14,15 +14,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
 from fp8flax._core.names import DGRAD, FORWARD, WGRAD
-from fp8flax._core.ops.contract import (
-    STATELESS,
-    Contraction,
-    Operand,
-    States,
-    explicit_sharding,
-)
+from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims
@@ -79,21 +74,6 @@ class RaggedContraction(Contraction):
         return lax.ragged_dot(lhs, rhs, self.group_sizes, self.precision, self.out_dtype)
 
 
-def _check(lhs: jax.Array, rhs: jax.Array) -> None:
-    """Raises an error if the shapes or the shardings of the operands are not supported."""
-    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
-        raise ValueError(
-            "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
-            f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
-            "the rows by expert, and stack the kernels."
-        )
-    if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
-        raise NotImplementedError(
-            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
-            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
-        )
-
-
 def fp8_ragged_dot(
     lhs: Float[jax.Array, "rows depth"],
     rhs: Float[jax.Array, "experts depth columns"],
@@ -110,7 +90,17 @@ def fp8_ragged_dot(
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     group_sizes = jnp.asarray(group_sizes)
-    _check(lhs, rhs)
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
+        raise ValueError(
+            "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
+            f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
+            "the rows by expert, and stack the kernels."
+        )
+    if explicit_axes(lhs) or explicit_axes(rhs):
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
     out, params = traced(
         lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
         *(lhs, rhs, group_sizes),

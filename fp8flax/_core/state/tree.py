@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath, keystr
 
-from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
+from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, check_state_dtype, digests, next_states
+from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, with_digests
 
 # Finding the state in a tree.
 
@@ -145,12 +145,9 @@ def merge_by_max(tree: Any) -> Any:
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
-    new = [k for k, (i, _) in enumerate(places.pairs) if not is_max_dtype(leaves[i])]
-    places = Places(tuple(places.pairs[k] for k in new), tuple(places.axes[k] for k in new))
-    states = places.states(leaves)
     # The digests have the gradients of the histories, too.
-    histories = [lax.stop_gradient(state.amax_history) for state in states]
-    places.put(leaves, list(map(ScalingState, digests(states), histories)))
+    states = with_digests(places.states(leaves))
+    places.put(leaves, [ScalingState(x.scale, lax.stop_gradient(x.amax_history)) for x in states])
     return treedef.unflatten(leaves)
 
 

@@ -1,5 +1,7 @@
 """An einsum by one ``dot_general``, beside NumPy."""
 
+from unittest import mock
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,19 +25,16 @@ X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
         ("abc,abc->", (2, 3, 4)),
         ("abc,d->dabc", (5,)),
         ("abc,cd", (4, 5)),
+        ("abc,cd->abd", (1, 5)),  # an index of size 1 broadcasts
+        ("abc,acd->abd", (1, 4, 5)),
     ],
 )
 def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
     y = np.random.default_rng(1).integers(-8, 8, shape).astype(np.float32)
-    seen = []
-
-    def dot_general(lhs, rhs, *args, **kwargs):
-        seen.append((lhs, rhs))
-        return lax.dot_general(lhs, rhs, *args, **kwargs)
-
+    dot_general = mock.Mock(side_effect=lax.dot_general)
     out = calling(Einsum, dot_general)(eqn, jnp.asarray(X), jnp.asarray(y))
     np.testing.assert_array_equal(out, np.einsum(eqn, X, y))
-    ((lhs, rhs),) = seen
+    lhs, rhs, *_ = dot_general.call_args.args
     assert lhs.size in (X.size, X.size // 4)
     assert rhs.size in (y.size, y.size // 6)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops import row as ops
 from fp8flax._core.ops.op import calling
+from fp8flax._linen import ops
 from tests.cases import normal
 
 SIZES = jnp.array([3, 1])
@@ -41,20 +41,13 @@ def test_an_argument_that_no_function_has_is_refused(row):
         calling(row, lambda *args: None)(*[None] * 4, swallowed=True)
 
 
-OPS = {
-    ops.DotGeneral: fp8.Fp8DotGeneralOp,
-    ops.Conv: fp8.Fp8ConvGeneralDilatedOp,
-    ops.RaggedDot: fp8.Fp8RaggedDotOp,
-}
-
-
 @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 @by_row
 def test_switched_off_an_op_is_the_function_of_jax(row):
     """It makes no state, and leaves what is there."""
     end = 3 if row is ops.RaggedDot else None  # the op takes further arguments by name
     arguments = CALLS[row][:end]
-    op = OPS[row]()
+    op = ops.OPS[row]()
     state = op.init(jax.random.key(0), *arguments)
     with fp8.autocast(enabled=False):
         out, variables = op.init_with_output(jax.random.key(0), *arguments)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._compat.max_dtype import fp32_max_grad, of_floats, to_digest
+from fp8flax._compat.max_dtype import digested, fp32_max_grad, of_floats, to_digest
 from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
@@ -40,6 +40,11 @@ def flax_scales(amaxes, dtype, length):
         scales.append(reference.next_scale(history, np.ones((1,)), dtype)[0])
         history = reference.next_history(np.float32([amax]), history)
     return np.float32(scales)
+
+
+def test_the_numbers_of_digests_of_stacked_layers():
+    numbers = jnp.float32([[[1.0], [2.0]], [[np.nan], [3.0]], [[np.inf], [-np.inf]]])
+    np.testing.assert_array_equal(digested(to_digest(*numbers)), numbers)
 
 
 @pytest.mark.usefixtures("stacking")
