@@ -30,7 +30,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 def _rotation() -> np.ndarray:
     """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal."""
-    hadamard = np.ones((1, 1))
+    hadamard: np.ndarray = np.ones((1, 1))
     for _ in range(4):
         hadamard = np.kron([[1, 1], [1, -1]], hadamard)
     return np.diag(_SIGNS) @ hadamard / 4
@@ -40,9 +40,9 @@ ROTATION = _rotation()
 
 
 def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
-    """Returns ``x`` with each 16 elements along an axis multiplied by the rotation; zeros fill up the last 16.
+    """Returns ``x``, in float32, with each 16 elements along an axis multiplied by the rotation.
 
-    The result is float32. If two operands of a product are rotated along the axis that the product sums
+    Zeros fill up the last 16. If two operands of a product are rotated along the axis that the product sums
     over, the product stays the same, since the matrix is orthogonal. A NaN or an Inf makes all 16 elements
     NaN.
     """

@@ -12,6 +12,7 @@ decides how the products with the kernels of experts run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Callable
@@ -146,13 +147,19 @@ def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
-    """Dequantizes both operands to a wide dtype and multiplies them."""
+    """Dequantizes both operands to a wide dtype and multiplies them.
+
+    The scales of tensors multiply the result, so that bfloat16 holds the operands of NVFP4 exactly.
+    """
     sum_dtype = sum_dtype_of(dtype)
     # GPUs would round operands in float32 to TF32.
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
+    left, right = (dataclasses.replace(x, tensor_scale=None).dequantize(dtype) for x in (a, b))
     with jax.named_scope(DEQUANTIZED):
-        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), sum_dtype, precision)
-    return out.astype(gemm.out_dtype)
+        out = _dot(gemm, left, right, sum_dtype, precision)
+    if a.tensor_scale is None and b.tensor_scale is None:
+        return out.astype(gemm.out_dtype)
+    return _scaled(gemm, out, a, b)
 
 
 def _dot(
@@ -163,7 +170,10 @@ def _dot(
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
-    """Returns ``out``, the product of the codes, times the scales of both operands, in ``out_dtype``."""
+    """Returns ``out`` times the scales of both operands that multiply the result, in ``out_dtype``.
+
+    With scales per block, ``out`` is the product of codes and these scales.
+    """
     a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
     b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
     # XLA would multiply constant scales (of a closed-over model) with each other, and could overflow.
@@ -177,7 +187,8 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
 
 def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array:
     """Returns the scales of an operand in the dimensions of the result: batch, free left, free right."""
-    scale = x.scale.astype(jnp.float32)
+    scale = x.tensor_scale if x.block else x.scale
+    scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     if not scale.ndim:
         return scale
     num_free = len(dims.free)
@@ -328,7 +339,12 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 def _with_batch(x: QTensor, place: int) -> QTensor:
     """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
-    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]))
+    of_tensor = x.tensor_scale
+    if of_tensor is not None:
+        if of_tensor.ndim == 1:  # one scalar for each tensor of the batch
+            of_tensor = lax.expand_dims(of_tensor, range(1, codes.ndim))
+        of_tensor = jnp.moveaxis(of_tensor, 0, place)
+    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]), of_tensor)
 
 
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
