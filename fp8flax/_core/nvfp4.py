@@ -129,15 +129,23 @@ def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
 
 
 @custom_vmap
-def _bits_like(key: Any, x: jax.Array) -> jax.Array:
-    return jax.random.bits(key, x.shape, np.uint8)
+def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
+    """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
+
+    def bits(key: Any) -> jax.Array:
+        return jax.random.bits(key, x.shape[num_batch:], np.uint8)
+
+    num_batch = keys.ndim - (keys.dtype == np.uint32)  # the old kind of key is an array of uint32
+    for _ in range(num_batch):
+        bits = jax.vmap(bits)
+    return bits(keys)
 
 
 @_bits_like.def_vmap
-def _bits_like_rule(size: int, is_batched: Any, key: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-    """Draws for the whole batch with a shared key, or for each element with its own."""
-    key_batched, x_batched = is_batched
-    if not key_batched:
-        return _bits_like(key, x), True
-    shape = x.shape[1:] if x_batched else x.shape
-    return jax.vmap(lambda key: _bits_like(key, jnp.zeros(shape, x.dtype)))(key), True
+def _bits_like_rule(size: int, is_batched: Any, keys: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    """Draws for each element of the batch with its own key, or for all of them with the same key."""
+    keys_batched, x_batched = is_batched
+    if keys_batched:
+        return _bits_like(keys, x if x_batched else jnp.broadcast_to(x, (size, *x.shape))), True
+    place = keys.ndim - (keys.dtype == np.uint32)
+    return jnp.moveaxis(_bits_like(keys, jnp.moveaxis(x, 0, place)), place, 0), True
