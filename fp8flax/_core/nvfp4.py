@@ -21,8 +21,9 @@ GROUP = 16
 
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST = np.finfo(np.float32).max
-_LARGEST_ENCODING = np.float32(2.0**126)
-"""The largest factor before the cast. Its reciprocal, the scale of the tensor, is a normal number."""
+_LARGEST_ENCODING = np.float32(2.0**117)
+"""The largest factor before the cast. Its reciprocal, the scale of the tensor, times any scale of a block, is
+a normal number. It is reached by tensors with an amax below 1.7e-32."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
