@@ -22,8 +22,8 @@ GROUP = 16
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST = np.finfo(np.float32).max
 _LARGEST_ENCODING = np.float32(2.0**117)
-"""The largest factor before the cast. Its reciprocal, the scale of the tensor, times any scale of a block, is
-a normal number. It is reached by tensors with an amax below 1.7e-32."""
+"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor, is
+a normal number, also times the smallest scale of a block."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
@@ -87,8 +87,9 @@ def quantized(
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
     scale = jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn)
     wide = scale.astype(jnp.float32)
-    # The values of a block whose scale is zero are zero, and so are its codes.
-    factor = jnp.minimum(np.float32(1) / (wide * tensor_scale), _LARGEST)
+    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program. The values of a block
+    # whose scale is zero are zero, and so are its codes.
+    factor = jnp.minimum(encoding / wide, _LARGEST)
     values = lax.clamp(-_E2M1_MAX, blocks * jnp.where(wide == 0, np.float32(0), factor), _E2M1_MAX)
     if bits is not None:
         values = _rounded_stochastically(values, split_blocks(bits, block)[0])

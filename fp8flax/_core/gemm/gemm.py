@@ -318,16 +318,19 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        # All arrays of an operand come from one tensor, so all are batched or none is.
-        of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
+        of_a, of_b = (any(jax.tree.leaves(x)) for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         place = gemm.num_batch
-        if of_b or a.quantizer.block[0] > 1:  # otherwise each row has its own scales
-            a, b = (
-                x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
-                for x, has_batch in ((a, of_a), (b, of_b))
-            )
-            place, batch, b = 0, (*batch, len(batch)), _with_batch(b, 0)
+        is_batch = of_b or a.quantizer.block[0] > 1  # otherwise each row has its own scales
+
+        def batched(x: QTensor, flags: QTensor) -> QTensor:
+            # If only a key of stochastic rounding is batched, the scale of the tensor is not.
+            return jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags)
+
+        a = batched(a, is_batched[0])
+        if is_batch:
+            b = _with_batch(batched(b, is_batched[1]), 0)
+            place, batch = 0, (*batch, len(batch))
             contract_b = tuple(i + 1 for i in contract_b)
         dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
         return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
