@@ -22,8 +22,8 @@ GROUP = 16
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST = np.finfo(np.float32).max
 _LARGEST_ENCODING = np.float32(2.0**117)
-"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor, is
-a normal number, also times the smallest scale of a block."""
+"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
+is a normal number, also times the smallest scale of a block."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
@@ -91,23 +91,27 @@ def quantized(
     # whose scale is zero are zero, and so are its codes.
     factor = jnp.minimum(encoding / wide, _LARGEST)
     values = lax.clamp(-_E2M1_MAX, blocks * jnp.where(wide == 0, np.float32(0), factor), _E2M1_MAX)
-    if bits is not None:
-        values = _rounded_stochastically(values, split_blocks(bits, block)[0])
+    values = _rounded(values, None if bits is None else split_blocks(bits, block)[0])
     codes = join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)
     return codes, lax.squeeze(scale, within), tensor_scale
 
 
-def _rounded_stochastically(
-    x: Float32[jax.Array, "*dims"], bits: UInt8[jax.Array, "*dims"]
+def _rounded(
+    x: Float32[jax.Array, "*dims"], bits: UInt8[jax.Array, "*dims"] | None
 ) -> Float32[jax.Array, "*dims"]:
-    """Rounds values of at most 6 to one of the two neighbors in e2m1, the nearer one more often.
+    """Rounds values of at most 6 to e2m1: to the nearest even, or stochastically by random bytes.
 
-    The middle of each 256th part is taken as the random number, so that the mean has no bias.
+    (XLA for CPUs may round twice in a cast from float32 to e2m1.) For a byte the middle of its 256th part
+    is taken as the random number, so that the mean has no bias.
     """
     size = jnp.abs(x)
     step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
-    random = (bits.astype(jnp.float32) + np.float32(0.5)) / np.float32(256)
-    rounded = jnp.floor(size / step + random) * step
+    if bits is None:
+        rounded = lax.round(size / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    else:
+        random = (bits.astype(jnp.float32) + np.float32(0.5)) / np.float32(256)
+        rounded = jnp.floor(size / step + random) * step
+    # XLA for CPUs loses the sign in jnp.copysign of constants.
     return jnp.where(x < 0, -rounded, rounded)
 
 

@@ -318,17 +318,18 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        of_a, of_b = (any(jax.tree.leaves(x)) for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         place = gemm.num_batch
-        is_batch = of_b or a.quantizer.block[0] > 1  # otherwise each row has its own scales
 
         def batched(x: QTensor, flags: QTensor) -> QTensor:
             # If only a key of stochastic rounding is batched, the scale of the tensor is not.
-            return jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags)
+            return jax.tree.map(
+                lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags
+            )
 
         a = batched(a, is_batched[0])
-        if is_batch:
+        if any(jax.tree.leaves(is_batched[1])) or a.quantizer.block[0] > 1:
+            # Otherwise each row has its own scales.
             b = _with_batch(batched(b, is_batched[1]), 0)
             place, batch = 0, (*batch, len(batch))
             contract_b = tuple(i + 1 for i in contract_b)
