@@ -19,9 +19,6 @@ from fp8flax._core.quantize import quantize, quotient, saturated, straight_throu
 from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
-MX_COLUMNS = 32
-"""Columns that share a scale where hardware multiplies block-scaled operands."""
-
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -165,6 +162,8 @@ class InBlocks(Quantizer):
     block: tuple[int, int]
     scale_dtype: ClassVar[Any]
     """The dtype of scales of one byte."""
+    unit_columns: ClassVar[int]
+    """The columns that share a scale where Blackwell multiplies such operands."""
 
     def block_of(self, dims: Dims) -> tuple[int, ...]:
         """Returns the number of elements per block along each dimension of a tensor.
@@ -216,6 +215,7 @@ class BlockQuantizer(InBlocks):
     scale_rounding: str = "up"
 
     scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
+    unit_columns: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,6 +311,7 @@ class NVFP4Quantizer(InBlocks):
 
     dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)
     scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    unit_columns: ClassVar[int] = 16
     is_exact_in_bfloat16: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ decides how the products with the kernels of experts run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Callable
@@ -44,7 +45,6 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_W
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
-from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 
 _ALGORITHMS = {
@@ -176,8 +176,11 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array:
-    """Returns the scales of an operand in the dimensions of the result: batch, free left, free right."""
-    scale = x.scale.astype(jnp.float32)
+    """Returns the scales of an operand in the dimensions of the result: batch, free left, free right.
+
+    In NVFP4 the result is multiplied by the scale of the tensor.
+    """
+    scale = (x.scale if x.tensor_scale is None else x.tensor_scale).astype(jnp.float32)
     if not scale.ndim:
         return scale
     num_free = len(dims.free)
@@ -328,11 +331,22 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 def _with_batch(x: QTensor, place: int) -> QTensor:
     """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
-    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]))
+    of_tensor = x.tensor_scale
+    if of_tensor is not None:
+        dims = () if of_tensor.ndim > 1 else range(1, x.ndim)
+        of_tensor = jnp.moveaxis(lax.expand_dims(of_tensor, dims), 0, place)
+    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]), of_tensor)
 
 
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
+    if a.tensor_scale is not None and b.tensor_scale is not None:
+        of_blocks = [dataclasses.replace(x, tensor_scale=None) for x in (a, b)]
+        # GPUs round the sums to bfloat16 before the scales of the tensors multiply them: half the bytes.
+        keeps_dtype = gemm.out_dtype == jnp.bfloat16 and compute_capability()
+        sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
+        out = _blocks_of(gemm._replace(out_dtype=sum_dtype), *of_blocks)
+        return _scaled(gemm, out, a, b)
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
@@ -378,12 +392,12 @@ def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns; repeats coarser scales."""
+    """Multiplies in Blackwell's units, with a scale per 32 columns (16 of NVFP4); repeats coarser scales."""
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
-        scale = jnp.repeat(scale.astype(jnp.float8_e8m0fnu), height, axis=1)
-        return codes, jnp.repeat(scale, x.quantizer.block[1] // MX_COLUMNS, axis=2)
+        scale = jnp.repeat(scale.astype(x.quantizer.scale_dtype), height, axis=1)
+        return codes, jnp.repeat(scale, x.quantizer.block[1] // x.quantizer.unit_columns, axis=2)
 
     (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
