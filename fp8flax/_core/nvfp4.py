@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
 from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
@@ -46,49 +49,80 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal. A NaN or an Inf makes all 16 elements
     NaN.
     """
-    # 16-bit floats hold the matrix exactly, and GPUs multiply them faster.
-    dtype = x.dtype if x.dtype.itemsize == 2 else np.dtype(np.float32)
-    sizes = [round_up(n, GROUP) if i == axis else n for i, n in enumerate(x.shape)]
-    x = padded(x.astype(dtype), sizes)
-    groups = x.reshape(*sizes[:axis], sizes[axis] // GROUP, GROUP, *sizes[axis + 1 :])
-    dims = ((axis + 1,), (0,)), ((), ())
-    out = lax.dot_general(
-        groups,
-        jnp.asarray(ROTATION, dtype),
-        dims,
-        lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    groups, sizes = _groups(x, axis)
+    # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
+    matrix = np.float32(ROTATION).reshape(GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
+    out = jnp.sum(lax.expand_dims(groups, [axis + 2]) * matrix, axis=axis + 1)
     # A sum with an Inf is an Inf or a NaN.
-    out = jnp.where(lax.is_finite(out), out, np.float32(np.nan))
-    return jnp.moveaxis(out, -1, axis + 1).reshape(sizes)
+    return jnp.where(lax.is_finite(out), out, np.float32(np.nan)).reshape(sizes)
+
+
+def _groups(x: jax.Array, axis: int) -> tuple[jax.Array, list[int]]:
+    """Splits an axis into groups of 16, in float32, after zeros fill up the last; returns the filled sizes."""
+    sizes = [round_up(n, GROUP) if i == axis else n for i, n in enumerate(x.shape)]
+    shape = *sizes[:axis], sizes[axis] // GROUP, GROUP, *sizes[axis + 1 :]
+    return padded(x, sizes).reshape(shape).astype(jnp.float32), sizes
+
+
+def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
+    groups, _ = _groups(x, axis)
+    parts = [sign / 4 * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
+    for bit in (1, 2, 4):  # the fast Hadamard transform
+        parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
+    # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
+    amax = functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
+    return jnp.where(lax.is_finite(amax), amax, np.float32(np.nan))
+
+
+def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
+    """Returns the amax of each block of a tensor, or of the tensor rotated along an axis; NaN stays NaN."""
+
+    def by_blocks(x: jax.Array) -> jax.Array:
+        blocks, within = split_blocks(x if axis is None else rotated(x, axis), block)
+        return jnp.max(jnp.abs(blocks), axis=within, keepdims=True, initial=0)
+
+    if axis is None:
+        return by_blocks(x)
+    amax: jax.Array = lax.platform_dependent(x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks)
+    return amax
 
 
 def quantized(
-    x: Float32[jax.Array, "*dims"], block: tuple[int, ...], bits: UInt8[jax.Array, "*dims"] | None = None
+    x: Float[jax.Array, "*dims"],
+    block: tuple[int, ...],
+    rotate: int | None = None,
+    bits: UInt8[jax.Array, "*dims"] | None = None,
 ) -> tuple[Any, Any, Any]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
-    The scale of the tensor maps its amax onto the largest product of a code and a scale. Scales are rounded
-    to the nearest, so the largest values of a block can saturate. The codes are rounded to the nearest, or
-    stochastically by the random bits.
+    The scale of the tensor maps its amax onto the largest product of a code and a scale. (Blocks with a NaN
+    or an Inf do not count.) Scales are rounded to the nearest, so the largest values of a block can
+    saturate. The codes are rounded to the nearest, or stochastically by the random bits. ``rotate`` is the
+    axis along which ``x`` is rotated before.
 
     Source: arXiv:2509.25149, appendix C.
     """
-    amax = finite_amax(x)
+    # One pass over the tensor finds the amaxes of blocks, the next one makes the codes. Without the barriers
+    # XLA reads the tensor once more for the amax of the tensor, and keeps the rotated tensor in float32.
+    of_block = row_major(lax.optimization_barrier(_amax_of_blocks(x, block, rotate)))
+    x, of_block = lax.optimization_barrier((x, of_block))
+    of_block = of_block.astype(jnp.float32)
+    amax = finite_amax(of_block)
     usable = is_usable(amax)
     encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
     encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
     tensor_scale = np.float32(1) / encoding
-    blocks, within = split_blocks(x, block)
     # NaN stays NaN, and an Inf gives the largest scale.
-    of_block = jnp.max(jnp.abs(blocks), axis=within, keepdims=True, initial=0)
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
-    scale = jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
     wide = scale.astype(jnp.float32)
     # The values of a block whose scale is zero are zero, and so are its codes.
     factor = jnp.minimum(np.float32(1) / (wide * tensor_scale), _LARGEST)
-    values = lax.clamp(-_E2M1_MAX, blocks * jnp.where(wide == 0, np.float32(0), factor), _E2M1_MAX)
+    factor = jnp.where(wide == 0, np.float32(0), factor)
+    x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
+    blocks, within = split_blocks(x, block)
+    values = lax.clamp(-_E2M1_MAX, blocks * factor, _E2M1_MAX)
     if bits is not None:
         values = _rounded_stochastically(values, split_blocks(bits, block)[0])
     codes = join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)
@@ -129,7 +163,11 @@ def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
 
 @custom_vmap
 def _bits_like(key: Any, x: jax.Array) -> jax.Array:
-    return jax.random.bits(key, x.shape, np.uint8)
+    # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
+    rows, *others = x.shape
+    words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
+    parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
+    return jnp.stack(parts, 1).reshape(-1, *others)[:rows]
 
 
 @_bits_like.def_vmap

@@ -329,9 +329,12 @@ class NVFP4Quantizer(InBlocks):
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         block = self.block_of(dims)
-        x = nvfp4.rotated(x, dims.contract[-1]) if self.rotation else x.astype(jnp.float32)
-        bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
-        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, bits)
+        axis = dims.contract[-1] if self.rotation else None
+        bits = None
+        if self.stochastic_rounding:
+            sizes = [nvfp4.round_up(n, 16) if i == axis else n for i, n in enumerate(x.shape)]
+            bits = nvfp4.random_bits(scale, nvfp4.padded(x, sizes))
+        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
         return QTensor(codes, block_scale, self, block, tensor_scale)
 
 
