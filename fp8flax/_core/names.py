@@ -80,6 +80,9 @@ OUTPUT_NAME = "fp8_output"
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Linen collection whose "gradient" is its next value. Flax uses the same name."""
 
+RNG = "fp8"
+"""The name of the random numbers for stochastic rounding, in ``rngs`` of Linen and in ``nnx.Rngs``."""
+
 PARAMS = "params"
 """The Linen collection of the trained parameters."""
 

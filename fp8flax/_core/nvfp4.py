@@ -33,7 +33,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 def _rotation() -> np.ndarray:
     """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal."""
-    hadamard = np.ones((1, 1))
+    hadamard: np.ndarray = np.ones((1, 1))
     for _ in range(4):
         hadamard = np.kron([[1, 1], [1, -1]], hadamard)
     return np.diag(_SIGNS) @ hadamard / 4
@@ -43,30 +43,34 @@ ROTATION = _rotation()
 
 
 def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
-    """Returns ``x`` with each 16 elements along an axis multiplied by the rotation; zeros fill up the last 16.
+    """Returns ``x``, in float32, with each 16 elements along an axis multiplied by the rotation.
 
-    The result is float32. If two operands of a product are rotated along the axis that the product sums
+    Zeros fill up the last 16. If two operands of a product are rotated along the axis that the product sums
     over, the product stays the same, since the matrix is orthogonal. A NaN or an Inf makes all 16 elements
     NaN.
     """
-    groups, sizes = _groups(x, axis)
+    x = filled(x, axis)
     # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
     matrix = np.float32(ROTATION).reshape(GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
-    out = jnp.sum(lax.expand_dims(groups, [axis + 2]) * matrix, axis=axis + 1)
+    out = jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1)
     # A sum with an Inf is an Inf or a NaN.
-    return jnp.where(lax.is_finite(out), out, np.float32(np.nan)).reshape(sizes)
+    return jnp.where(lax.is_finite(out), out, np.float32(np.nan)).reshape(x.shape)
 
 
-def _groups(x: jax.Array, axis: int) -> tuple[jax.Array, list[int]]:
-    """Splits an axis into groups of 16, in float32, after zeros fill up the last; returns the filled sizes."""
-    sizes = [round_up(n, GROUP) if i == axis else n for i, n in enumerate(x.shape)]
-    shape = *sizes[:axis], sizes[axis] // GROUP, GROUP, *sizes[axis + 1 :]
-    return padded(x, sizes).reshape(shape).astype(jnp.float32), sizes
+def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
+    """Returns ``x`` with zeros at the end of an axis, up to a multiple of 16."""
+    return padded(x, [round_up(n, GROUP) if i == axis else n for i, n in enumerate(x.shape)])
+
+
+def _groups(x: jax.Array, axis: int) -> jax.Array:
+    """Splits a filled axis into groups of 16, in float32."""
+    shape = *x.shape[:axis], x.shape[axis] // GROUP, GROUP, *x.shape[axis + 1 :]
+    return x.reshape(shape).astype(jnp.float32)
 
 
 def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
-    groups, _ = _groups(x, axis)
+    groups = _groups(x, axis)
     parts = [sign / 4 * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
     for bit in (1, 2, 4):  # the fast Hadamard transform
         parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]

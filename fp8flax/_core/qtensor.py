@@ -66,8 +66,8 @@ class QTensor:
         quantizer: the quantizer that made the codes and the scales.
         block: with scales per block, the number of elements per block along each dimension; else empty. It
             is also empty in the stored kernel of a frozen model, whose scales have another layout.
-        tensor_scale: in NVFP4, the float32 scale of the tensor, which multiplies the scales of its blocks: a
-            scalar, or one dimension for each dimension of the tensor. None otherwise.
+        tensor_scale: in NVFP4, the float32 scale that multiplies the scales of all blocks: a scalar, or one
+            dimension for each dimension of the tensor. None otherwise.
     """
 
     codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]

@@ -159,11 +159,13 @@ class CurrentQuantizer(Quantizer):
 class InBlocks(Quantizer):
     """Base class of the quantizers with one scale per block; see ``BlockQuantizer``."""
 
-    block: tuple[int, int]
+    block: Any
     scale_dtype: ClassVar[Any]
     """The dtype of scales of one byte."""
     unit_columns: ClassVar[int]
     """The columns that share a scale where Blackwell multiplies such operands."""
+    is_exact_in_bfloat16: ClassVar[Any]
+    """Whether bfloat16 holds the product of any code and the scale of its block."""
 
     def block_of(self, dims: Dims) -> tuple[int, ...]:
         """Returns the number of elements per block along each dimension of a tensor.
@@ -239,7 +241,6 @@ class BlockQuantizer(InBlocks):
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Returns whether bfloat16 holds the product of any code and its scale: a power of two."""
         return self.scale != "float32"
 
     @property
@@ -284,8 +285,8 @@ class NVFP4Quantizer(InBlocks):
     negatives. A NaN makes the scale of its block NaN. An Inf saturates at the amax of the tensor.
 
     Attributes:
-        block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run along
-            the contraction.
+        block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run
+            along the contraction.
         rotation: whether each 16 contracted values are multiplied by a Hadamard matrix with fixed signs
             before they are quantized, so that an outlier spreads over them. Rotate both operands of a GEMM:
             then the product stays the same.
@@ -309,7 +310,7 @@ class NVFP4Quantizer(InBlocks):
     rotation: bool = False
     stochastic_rounding: bool = False
 
-    dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)
+    dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)  # type: ignore[misc]
     scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
     unit_columns: ClassVar[int] = 16
     is_exact_in_bfloat16: ClassVar[bool] = True
@@ -327,13 +328,16 @@ class NVFP4Quantizer(InBlocks):
     def serves_both(self) -> bool:
         return self.block[0] > 1 and not self.stochastic_rounding
 
+    def prepared(self, x: Float[jax.Array, "*dims"], dims: Dims) -> Float[jax.Array, "*padded"]:
+        """Returns the float32 values that codes and scales stand for: rotated, or as they are."""
+        is_rotated = self.rotation and dims.contract
+        return nvfp4.rotated(x, dims.contract[-1]) if is_rotated else x.astype(jnp.float32)
+
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         block = self.block_of(dims)
-        axis = dims.contract[-1] if self.rotation else None
-        bits = None
-        if self.stochastic_rounding:
-            sizes = [nvfp4.round_up(n, 16) if i == axis else n for i, n in enumerate(x.shape)]
-            bits = nvfp4.random_bits(scale, nvfp4.padded(x, sizes))
+        axis = dims.contract[-1] if self.rotation and dims.contract else None
+        x = x if axis is None else nvfp4.filled(x, axis)
+        bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
         codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
         return QTensor(codes, block_scale, self, block, tensor_scale)
 

@@ -163,7 +163,10 @@ def _dot(
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
-    """Returns ``out``, the product of the codes, times the scales of both operands, in ``out_dtype``."""
+    """Returns ``out`` times the scales of both operands that multiply the result, in ``out_dtype``.
+
+    With scales per block, ``out`` is the product of codes and these scales.
+    """
     a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
     b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
     # XLA would multiply constant scales (of a closed-over model) with each other, and could overflow.
@@ -176,11 +179,9 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array:
-    """Returns the scales of an operand in the dimensions of the result: batch, free left, free right.
-
-    In NVFP4 the result is multiplied by the scale of the tensor.
-    """
-    scale = (x.scale if x.tensor_scale is None else x.tensor_scale).astype(jnp.float32)
+    """Returns the scales of an operand in the dimensions of the result: batch, free left, free right."""
+    scale = x.tensor_scale if x.block else x.scale
+    scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     if not scale.ndim:
         return scale
     num_free = len(dims.free)
@@ -333,20 +334,21 @@ def _with_batch(x: QTensor, place: int) -> QTensor:
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
     of_tensor = x.tensor_scale
     if of_tensor is not None:
-        dims = () if of_tensor.ndim > 1 else range(1, x.ndim)
-        of_tensor = jnp.moveaxis(lax.expand_dims(of_tensor, dims), 0, place)
+        if of_tensor.ndim == 1:  # one scalar for each tensor of the batch
+            of_tensor = lax.expand_dims(of_tensor, range(1, codes.ndim))
+        of_tensor = jnp.moveaxis(of_tensor, 0, place)
     return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]), of_tensor)
 
 
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
-    if a.tensor_scale is not None and b.tensor_scale is not None:
-        of_blocks = [dataclasses.replace(x, tensor_scale=None) for x in (a, b)]
-        # GPUs round the sums to bfloat16 before the scales of the tensors multiply them: half the bytes.
+    if a.tensor_scale is not None or b.tensor_scale is not None:
+        # The scales of tensors multiply the result. So bfloat16 holds the operands exactly, and devices that
+        # each have a part of them need not exchange scales.
         keeps_dtype = gemm.out_dtype == jnp.bfloat16 and compute_capability()
         sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
-        out = _blocks_of(gemm._replace(out_dtype=sum_dtype), *of_blocks)
-        return _scaled(gemm, out, a, b)
+        of_blocks = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
+        return _scaled(gemm, _blocks_of(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
