@@ -107,10 +107,9 @@ def quantized(
 
     Source: arXiv:2509.25149, appendix C.
     """
-    # One pass over the tensor finds the amaxes of blocks, the next one makes the codes. Without the barriers
-    # XLA reads the tensor once more for the amax of the tensor, and keeps the rotated tensor in float32.
+    # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
+    # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
     of_block = row_major(lax.optimization_barrier(_amax_of_blocks(x, block, rotate)))
-    x, of_block = lax.optimization_barrier((x, of_block))
     of_block = of_block.astype(jnp.float32)
     amax = finite_amax(of_block)
     usable = is_usable(amax)
