@@ -142,7 +142,8 @@ def _rounded_stochastically(
     size = jnp.abs(x)
     step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
     random = (bits.astype(jnp.float32) + np.float32(0.5)) / np.float32(256)
-    return jnp.copysign(jnp.floor(size / step + random) * step, x)
+    rounded = jnp.floor(size / step + random) * step
+    return jnp.where(x < 0, -rounded, rounded)
 
 
 def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
