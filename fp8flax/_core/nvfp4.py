@@ -46,15 +46,12 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     """Returns ``x``, in float32, with each 16 elements along an axis multiplied by the rotation.
 
     Zeros fill up the last 16. If two operands of a product are rotated along the axis that the product sums
-    over, the product stays the same, since the matrix is orthogonal. A NaN or an Inf makes all 16 elements
-    NaN.
+    over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
     # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
     matrix = np.float32(ROTATION).reshape(GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
-    out = jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1)
-    # A sum with an Inf is an Inf or a NaN.
-    return jnp.where(lax.is_finite(out), out, np.float32(np.nan)).reshape(x.shape)
+    return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
@@ -75,8 +72,7 @@ def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     for bit in (1, 2, 4):  # the fast Hadamard transform
         parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
     # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
-    amax = functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
-    return jnp.where(lax.is_finite(amax), amax, np.float32(np.nan))
+    return functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
 
 
 def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
@@ -100,8 +96,8 @@ def quantized(
 ) -> tuple[Any, Any, Any]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
-    The scale of the tensor maps its amax onto the largest product of a code and a scale. (Blocks with a NaN
-    or an Inf do not count.) Scales are rounded to the nearest, so the largest values of a block can
+    The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
+    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the largest values of a block can
     saturate. The codes are rounded to the nearest, or stochastically by the random bits. ``rotate`` is the
     axis along which ``x`` is rotated before.
 
@@ -116,7 +112,7 @@ def quantized(
     encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
     encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
     tensor_scale = np.float32(1) / encoding
-    # NaN stays NaN, and an Inf gives the largest scale.
+    of_block = jnp.where(lax.is_finite(of_block), of_block, np.float32(np.nan))
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
     scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
     wide = scale.astype(jnp.float32)
@@ -128,7 +124,7 @@ def quantized(
     values = lax.clamp(-_E2M1_MAX, blocks * factor, _E2M1_MAX)
     if bits is not None:
         values = _rounded_stochastically(values, split_blocks(bits, block)[0])
-    codes = join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)
+    codes = row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block))
     return codes, lax.squeeze(scale, within), tensor_scale
 
 
@@ -137,13 +133,15 @@ def _rounded_stochastically(
 ) -> Float32[jax.Array, "*dims"]:
     """Rounds values of at most 6 to one of the two neighbors in e2m1, the nearer one more often.
 
-    The middle of each 256th part is taken as the random number, so that the mean has no bias.
+    In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
+    random number below one step is added to these bits, which are then cut off. The middle of each 256th
+    part is taken as the random number, so that the mean has no bias. (Each value is used once. Otherwise XLA
+    for GPUs keeps the rotated tensor in float32.)
     """
-    size = jnp.abs(x)
-    step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
-    random = (bits.astype(jnp.float32) + np.float32(0.5)) / np.float32(256)
-    rounded = jnp.floor(size / step + random) * step
-    return jnp.where(x < 0, -rounded, rounded)
+    near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
+    random = bits.astype(jnp.uint16) * np.uint16(2) + np.uint16(1)
+    cut = lax.bitcast_convert_type((near + random) & np.uint16(0xFE00), jnp.float16)
+    return cut.astype(jnp.float32) * np.float32(2.0**14)
 
 
 def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:

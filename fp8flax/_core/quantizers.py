@@ -282,7 +282,7 @@ class NVFP4Quantizer(InBlocks):
     """Quantizer to NVFP4: 4-bit codes, a scale in e4m3 per block, and a float32 scale per tensor.
 
     ``x ≈ code * block_scale * tensor_scale``, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
-    negatives. A NaN makes the scale of its block NaN. An Inf saturates at the amax of the tensor.
+    negatives. A NaN or an Inf makes the scale of its block NaN.
 
     Attributes:
         block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run
