@@ -45,6 +45,8 @@ class Gpu:
     """FLOP/s that large matmuls reach: 80 % of the published peak with float32 accumulation."""
     fp8: float
     """FLOP/s in FP8: 71 % of the peak; 0 without FP8 units. Both percentages are what an H200 reaches."""
+    fp4: float = 0.0
+    """FLOP/s in FP4: 71 % of the peak; 0 without FP4 units."""
     fpus_per_core: int = 128
     threads_per_core: int = 2048
     shared_memory_per_block: int = 232_448
@@ -125,6 +127,21 @@ GPUS = {
         bandwidth=8_000_000_000_000,
         bf16=1800e12,
         fp8=3190e12,
+        fp4=6390e12,
+    ),
+    "rtx5090": dataclasses.replace(
+        _L40S,
+        name="NVIDIA GeForce RTX 5090",
+        compute_capability=12.0,
+        pallas_name=None,
+        cores=170,
+        clock_ghz=2.407,
+        memory=34_190_917_632,
+        l2_cache=100_663_296,
+        bandwidth=1_792_000_000_000,
+        bf16=168e12,
+        fp8=297e12,
+        fp4=1190e12,
     ),
 }
 
