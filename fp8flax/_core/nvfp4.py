@@ -24,8 +24,9 @@ GROUP = 16
 
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST = np.finfo(np.float32).max
-_LARGEST_ENCODING = np.float32(2.0**126)
-"""The largest factor before the cast. Its reciprocal, the scale of the tensor, is a normal number."""
+_LARGEST_ENCODING = np.float32(2.0**117)
+"""The largest factor before the cast. Its reciprocal, the scale of the tensor, times any scale of a block, is
+a normal number. It is reached by tensors with an amax below 1.7e-32."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
@@ -164,19 +165,27 @@ def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
 
 
 @custom_vmap
-def _bits_like(key: Any, x: jax.Array) -> jax.Array:
-    # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
-    rows, *others = x.shape
-    words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
-    parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
-    return jnp.stack(parts, 1).reshape(-1, *others)[:rows]
+def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
+    """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
+
+    def bits(key: Any) -> jax.Array:
+        # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
+        rows, *others = x.shape[num_batch:]
+        words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
+        parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
+        return jnp.stack(parts, 1).reshape(-1, *others)[:rows]
+
+    num_batch = keys.ndim - (keys.dtype == np.uint32)  # the old kind of key is an array of uint32
+    for _ in range(num_batch):
+        bits = jax.vmap(bits)
+    return bits(keys)
 
 
 @_bits_like.def_vmap
-def _bits_like_rule(size: int, is_batched: Any, key: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-    """Draws for the whole batch with a shared key, or for each element with its own."""
-    key_batched, x_batched = is_batched
-    if not key_batched:
-        return _bits_like(key, x), True
-    shape = x.shape[1:] if x_batched else x.shape
-    return jax.vmap(lambda key: _bits_like(key, jnp.zeros(shape, x.dtype)))(key), True
+def _bits_like_rule(size: int, is_batched: Any, keys: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    """Draws for each element of the batch with its own key, or for all of them with the same key."""
+    keys_batched, x_batched = is_batched
+    if keys_batched:
+        return _bits_like(keys, x if x_batched else jnp.broadcast_to(x, (size, *x.shape))), True
+    place = keys.ndim - (keys.dtype == np.uint32)
+    return jnp.moveaxis(_bits_like(keys, jnp.moveaxis(x, 0, place)), place, 0), True
