@@ -19,9 +19,6 @@ from fp8flax._core.quantize import quantize, quotient, saturated, straight_throu
 from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
-MX_COLUMNS = 32
-"""Columns that share a scale where hardware multiplies block-scaled operands."""
-
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -165,6 +162,8 @@ class InBlocks(Quantizer):
     block: Any
     scale_dtype: ClassVar[Any]
     """The dtype of scales of one byte."""
+    unit_columns: ClassVar[int]
+    """The columns that share a scale where Blackwell multiplies such operands."""
     is_exact_in_bfloat16: ClassVar[Any]
     """Whether bfloat16 holds the product of any code and the scale of its block."""
 
@@ -218,6 +217,7 @@ class BlockQuantizer(InBlocks):
     scale_rounding: str = "up"
 
     scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
+    unit_columns: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,7 +282,7 @@ class NVFP4Quantizer(InBlocks):
     """Quantizer to NVFP4: 4-bit codes, a scale in e4m3 per block, and a float32 scale per tensor.
 
     ``x ≈ code * block_scale * tensor_scale``, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
-    negatives. A NaN makes the scale of its block NaN. An Inf saturates at the amax of the tensor.
+    negatives. A NaN or an Inf makes the scale of its block NaN.
 
     Attributes:
         block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run
@@ -312,6 +312,7 @@ class NVFP4Quantizer(InBlocks):
 
     dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)  # type: ignore[misc]
     scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    unit_columns: ClassVar[int] = 16
     is_exact_in_bfloat16: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -333,9 +334,11 @@ class NVFP4Quantizer(InBlocks):
         return nvfp4.rotated(x, dims.contract[-1]) if is_rotated else x.astype(jnp.float32)
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
-        block, x = self.block_of(dims), self.prepared(x, dims)
+        block = self.block_of(dims)
+        axis = dims.contract[-1] if self.rotation and dims.contract else None
+        x = x if axis is None else nvfp4.filled(x, axis)
         bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
-        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, bits)
+        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
         return QTensor(codes, block_scale, self, block, tensor_scale)
 
 

@@ -45,7 +45,6 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_W
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
-from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 
 _ALGORITHMS = {
@@ -147,19 +146,13 @@ def _emulated(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
-    """Dequantizes both operands to a wide dtype and multiplies them.
-
-    The scales of tensors multiply the result, so that bfloat16 holds the operands of NVFP4 exactly.
-    """
+    """Dequantizes both operands to a wide dtype and multiplies them."""
     sum_dtype = sum_dtype_of(dtype)
     # GPUs would round operands in float32 to TF32.
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
-    left, right = (dataclasses.replace(x, tensor_scale=None).dequantize(dtype) for x in (a, b))
     with jax.named_scope(DEQUANTIZED):
-        out = _dot(gemm, left, right, sum_dtype, precision)
-    if a.tensor_scale is None and b.tensor_scale is None:
-        return out.astype(gemm.out_dtype)
-    return _scaled(gemm, out, a, b)
+        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), sum_dtype, precision)
+    return out.astype(gemm.out_dtype)
 
 
 def _dot(
@@ -353,6 +346,13 @@ def _with_batch(x: QTensor, place: int) -> QTensor:
 
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
+    if a.tensor_scale is not None or b.tensor_scale is not None:
+        # The scales of tensors multiply the result. So bfloat16 holds the operands exactly, and devices that
+        # each have a part of them need not exchange scales.
+        keeps_dtype = gemm.out_dtype == jnp.bfloat16 and compute_capability()
+        sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
+        of_blocks = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
+        return _scaled(gemm, _blocks_of(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
@@ -398,12 +398,12 @@ def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns; repeats coarser scales."""
+    """Multiplies in Blackwell's units, with a scale per 32 columns (16 of NVFP4); repeats coarser scales."""
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
-        scale = jnp.repeat(scale.astype(jnp.float8_e8m0fnu), height, axis=1)
-        return codes, jnp.repeat(scale, x.quantizer.block[1] // MX_COLUMNS, axis=2)
+        scale = jnp.repeat(scale.astype(x.quantizer.scale_dtype), height, axis=1)
+        return codes, jnp.repeat(scale, x.quantizer.block[1] // x.quantizer.unit_columns, axis=2)
 
     (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype

@@ -236,7 +236,8 @@ def quantized_twice(
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         return *_in_blocks(plan, role, one, x), {}
-    x = inf_to_nan(x) if role == "output_grad" else x
+    if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
+        x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
         second = _cast(plan, role, 1, x, scales)
