@@ -51,7 +51,7 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     """
     x = filled(x, axis)
     # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
-    matrix = np.float32(ROTATION).reshape(GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
+    matrix = np.float32(ROTATION).reshape(*(1,) * (axis + 1), GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
     return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
 
 
