@@ -51,7 +51,7 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     """
     x = filled(x, axis)
     # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
-    matrix = np.float32(ROTATION).reshape(GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
+    matrix = lax.expand_dims(np.float32(ROTATION), [*range(axis + 1), *range(axis + 3, x.ndim + 2)])
     return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
 
 
@@ -69,7 +69,7 @@ def _groups(x: jax.Array, axis: int) -> jax.Array:
 def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
     groups = _groups(x, axis)
-    parts = [sign / 4 * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
+    parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
     for bit in (1, 2, 4):  # the fast Hadamard transform
         parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
     # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
@@ -98,9 +98,9 @@ def quantized(
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
     The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
-    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the largest values of a block can
-    saturate. The codes are rounded to the nearest, or stochastically by the random bits. ``rotate`` is the
-    axis along which ``x`` is rotated before.
+    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
+    largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
+    random bits. ``rotate`` is the axis along which ``x`` is rotated before.
 
     Source: arXiv:2509.25149, appendix C.
     """
