@@ -50,9 +50,19 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
-    # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
-    matrix = lax.expand_dims(np.float32(ROTATION), [*range(axis + 1), *range(axis + 3, x.ndim + 2)])
-    return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
+    matrix = np.float32(ROTATION)
+
+    def by_sum(groups: jax.Array) -> jax.Array:
+        dims = [*range(axis + 1), *range(axis + 3, x.ndim + 2)]
+        return jnp.sum(lax.expand_dims(groups, [axis + 2]) * lax.expand_dims(matrix, dims), axis=axis + 1)
+
+    def by_dot(groups: jax.Array) -> jax.Array:
+        out = lax.dot_general(groups, matrix, (((axis + 1,), (0,)), ((), ())), lax.Precision.HIGHEST)
+        return jnp.moveaxis(out, -1, axis + 1)
+
+    # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
+    out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
+    return out.reshape(x.shape)
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:

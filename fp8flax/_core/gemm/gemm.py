@@ -311,19 +311,19 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        # All arrays of an operand come from one tensor, so all are batched or none is.
-        of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
+        def batched(x: QTensor, has_batch: Any) -> QTensor:
+            """Returns an operand of whose arrays all have the batch. (A key has it, the scales may not.)"""
+            return jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, has_batch)
+
+        of_a, of_b = (any(jax.tree.leaves(x)) for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         place = gemm.num_batch
         if of_b or a.quantizer.block[0] > 1:  # otherwise each row has its own scales
-            a, b = (
-                x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
-                for x, has_batch in ((a, of_a), (b, of_b))
-            )
-            place, batch, b = 0, (*batch, len(batch)), _with_batch(b, 0)
+            place, batch, b = 0, (*batch, len(batch)), _with_batch(batched(b, is_batched[1]), 0)
             contract_b = tuple(i + 1 for i in contract_b)
         dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
-        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
+        a = _with_batch(batched(a, is_batched[0]), place)
+        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), a, b), place, 0), True
 
     out: jax.Array = product(a, b)
     return out
