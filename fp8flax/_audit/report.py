@@ -134,7 +134,11 @@ class AuditReport:
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
         maybe = f", {may} may ({percent(self.maybe_fp8_flops_share)})," if may else ""
         share = percent(self.fp8_flops_share)
-        in_fp4 = f", {self.num_fp4_gemms} in FP4 ({percent(self.fp4_flops_share)})," if self.num_fp4_gemms else ""
+        in_fp4 = (
+            f", {self.num_fp4_gemms} in FP4 ({percent(self.fp4_flops_share)}),"
+            if self.num_fp4_gemms
+            else ""
+        )
         return (
             f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){in_fp4}{maybe} "
             f"on {self.device}, JAX {self.jax_version}."

@@ -25,8 +25,8 @@ GROUP = 16
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST = np.finfo(np.float32).max
 _LARGEST_ENCODING = np.float32(2.0**117)
-"""The largest factor before the cast. Its reciprocal, the scale of the tensor, times any scale of a block, is
-a normal number. It is reached by tensors with an amax below 1.7e-32."""
+"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
+is a normal number, also times the smallest scale of a block."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
@@ -95,7 +95,9 @@ def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> j
 
     if axis is None:
         return by_blocks(x)
-    amax: jax.Array = lax.platform_dependent(x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks)
+    amax: jax.Array = lax.platform_dependent(
+        x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks
+    )
     return amax
 
 
@@ -127,8 +129,9 @@ def quantized(
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
     scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
     wide = scale.astype(jnp.float32)
-    # The values of a block whose scale is zero are zero, and so are its codes.
-    factor = jnp.minimum(np.float32(1) / (wide * tensor_scale), _LARGEST)
+    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program. The values of a block
+    # whose scale is zero are zero, and so are its codes.
+    factor = jnp.minimum(encoding / wide, _LARGEST)
     factor = jnp.where(wide == 0, np.float32(0), factor)
     x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
     blocks, within = split_blocks(x, block)
@@ -146,8 +149,8 @@ def _rounded_stochastically(
 
     In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
     random number below one step is added to these bits, which are then cut off. The middle of each 256th
-    part is taken as the random number, so that the mean has no bias. (Each value is used once. Otherwise XLA
-    for GPUs keeps the rotated tensor in float32.)
+    part is taken as the random number, so that the mean has no bias. (Each value is used once. Otherwise
+    XLA for GPUs keeps the rotated tensor in float32.)
     """
     near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
     random = bits.astype(jnp.uint16) * np.uint16(2) + np.uint16(1)
@@ -180,10 +183,11 @@ def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
 
     def bits(key: Any) -> jax.Array:
         # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
-        rows, *others = x.shape[num_batch:]
+        shape = x.shape[num_batch:]
+        rows, *others = shape or (1,)
         words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
         parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
-        return jnp.stack(parts, 1).reshape(-1, *others)[:rows]
+        return jnp.stack(parts, 1).reshape(-1, *others)[:rows].reshape(shape)
 
     num_batch = keys.ndim - (keys.dtype == np.uint32)  # the old kind of key is an array of uint32
     for _ in range(num_batch):

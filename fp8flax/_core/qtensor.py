@@ -96,11 +96,12 @@ class QTensor:
         # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be
         # rounded.
         codes = lax.optimization_barrier(self.codes)
-        if not self.block:
-            return (codes.astype(wide) * self.scale.astype(wide)).astype(dtype)
-        blocks, within = split_blocks(codes.astype(wide), self.block)
-        values = blocks * lax.expand_dims(self.scale, within).astype(wide)
-        values = join_blocks(values, self.shape, self.block)
+        if self.block:
+            blocks, within = split_blocks(codes.astype(wide), self.block)
+            values = blocks * lax.expand_dims(self.scale, within).astype(wide)
+            values = join_blocks(values, self.shape, self.block)
+        else:
+            values = codes.astype(wide) * self.scale.astype(wide)
         if self.tensor_scale is not None:
             values = values * self.tensor_scale.astype(wide)
         return values.astype(dtype)

@@ -1,6 +1,5 @@
 """NVFP4: codes and scales bit for bit those of a reference in NumPy; stochastic rounding; random keys."""
 
-import dataclasses
 import functools
 from functools import partial
 
@@ -44,22 +43,23 @@ def nearest(y):
 def reference(x, block):
     """Returns codes, scales of blocks, and the scale of a matrix, by the formulas of the paper.
 
-    The factor before the cast is at most 2**117, and the codes of a block whose scale is zero are zero. A
-    block with a NaN or an Inf has the scale NaN, and does not count in the amax of the tensor.
+    The factor before the cast is written without ``dec``, which is ``1 / enc``. A block with a NaN or an
+    Inf has the scale NaN, and the codes of a block with the scale zero are zero.
     """
     x = reference_recipes.as_float32(x)
     padded = np.pad(x, [(0, -n % size) for n, size in zip(x.shape, block)])
     shape = padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]
     tiles, one = padded.reshape(shape), np.float32(1)
     of_block = np.max(np.abs(tiles), (1, 3), keepdims=True, initial=0)
-    of_block[~np.isfinite(of_block)] = np.nan
-    amax = reference_recipes.amax(of_block)
+    of_block = np.where(np.isfinite(of_block), of_block, np.float32(np.nan))
+    amax = np.max(np.nan_to_num(of_block), initial=np.float32(0))
     with np.errstate(all="ignore"):
         enc = np.minimum(np.float32(448 * 6) / amax, np.float32(2.0**117)) if amax else one
         dec = one / enc
+        of_block = np.where(of_block < 6 * 2.0**-126, of_block * 0, of_block)  # XLA has no subnormals
         scale = np.minimum(of_block / np.float32(6) * enc, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
         wide = scale.astype(np.float32)
-        factor = np.where(wide == 0, 0, np.minimum(one / (wide * dec), np.finfo(np.float32).max))
+        factor = np.where(wide == 0, 0, np.minimum(enc / wide, np.finfo(np.float32).max))
         codes = nearest(np.clip(tiles * factor.astype(np.float32), -6, 6))
     codes = codes.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
     return codes, scale[:, 0, :, 0], dec, wide
@@ -128,7 +128,8 @@ def test_rotation(dtype):
     product = nvfp4.rotated(x[0].astype(jnp.float32), 0).T @ nvfp4.rotated(y, 0)
     np.testing.assert_allclose(product, x[0].astype(jnp.float32).T @ y, atol=1e-4)
     spoiled = nvfp4.rotated(x.at[0, 17, 2].set(jnp.inf), 1)
-    assert (~np.isfinite(spoiled[0, 16:32, 2])).all() and (~np.isfinite(spoiled)).sum() == 16
+    assert np.isnan(spoiled[0, 16:32, 2]).all()
+    assert np.isnan(spoiled).sum() == 16
 
 
 # Stochastic rounding.
@@ -141,7 +142,7 @@ def test_stochastic_rounding():
     x = np.broadcast_to(y, (10_000, 16))  # the amax 6 gives the scales 448 and 1/448
     quantizer = fp8.NVFP4Quantizer(stochastic_rounding=True)
     q = jax.jit(lambda x, key: quantizer.quantize(x, Dims(2, (1,)), key))(x, KEY)
-    drawn = np.abs(q.dequantize(jnp.float32).astype(np.float64))
+    drawn = np.abs(np.asarray(q.dequantize(jnp.float32), np.float64))
     below = GRID[np.searchsorted(GRID, np.abs(y), side="right") - 1]
     above = GRID[np.minimum(np.searchsorted(GRID, np.abs(y)), 7)]
     step = above - below
@@ -157,12 +158,12 @@ def test_stochastic_rounding():
 
 
 def test_mean_over_all_random_bytes():
-    """All 256 bytes: the mean is off by at most 3/4 of a step of 1/256, to both sides alike."""
+    """All 256 bytes: the mean is off by at most half a step of 1/256, to both sides alike."""
     y = jnp.linspace(-6, 6, 4001)
     bits = jnp.broadcast_to(jnp.arange(256, dtype=jnp.uint8)[:, None], (256, y.size))
     mean = np.mean(jax.jit(nvfp4._rounded_stochastically)(jnp.broadcast_to(y, bits.shape), bits), 0)
     step = np.where(np.abs(y) < 2, 0.5, np.where(np.abs(y) < 4, 1, 2))
-    assert np.abs((mean - y) / step).max() <= 3 / 1024 + 1e-6
+    assert np.abs((mean - y) / step).max() <= 1 / 512 + 1e-6
     assert abs(np.mean((mean - y) / step)) < 1e-4
 
 
@@ -232,15 +233,18 @@ def test_the_gradient_is_right_on_average():
 def test_nan_reaches_the_gradients_and_the_result():
     x, w, g = (normal(i, 32, 32) for i in range(3))
     out, _, dw = gradients(RECIPE, x.at[3, 5].set(jnp.nan), w, g)
-    assert np.isnan(out[3]).all() and np.isfinite(out[4]).all()
-    assert np.isnan(dw[5]).all() and np.isfinite(dw[6]).all()
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(out[4]).all()
+    assert np.isnan(dw[5]).all()
+    assert np.isfinite(dw[6]).all()
     _, dx, dw = gradients(RECIPE, x, w, g.at[3, 5].set(jnp.inf))
-    assert np.isnan(dx[3]).all() and np.isfinite(dx[4]).all() and np.isnan(dw[:, 5]).all()
+    assert np.isnan(dx[3]).all()
+    assert np.isfinite(dx[4]).all()
+    assert np.isnan(dw[:, 5]).all()
 
 
 def test_a_bfloat16_gemm_gives_the_same_values():
     a, b = (fp8.NVFP4Quantizer().quantize(normal(i, 32, 64), Dims(2, (1,))) for i in range(2))
-    a, b = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
     gemm = Gemm((((1,), (1,)), ((), ())), *[np.dtype(np.float32)] * 3)
     np.testing.assert_allclose(_in_bfloat16(gemm, a, b), multiply(gemm, a, b), rtol=1e-5, atol=1e-4)
 
@@ -267,7 +271,8 @@ def test_codes_are_kept_for_the_backward_pass():
 
 def test_recipe():
     gemms = RECIPE.gemms
-    assert gemms.forward.lhs == fp8.NVFP4Quantizer() and gemms.is_random
+    assert gemms.forward.lhs == fp8.NVFP4Quantizer()
+    assert gemms.is_random
     assert gemms.forward.rhs == gemms.dgrad.rhs == fp8.NVFP4Quantizer(block=(16, 16))
     assert gemms.dgrad.lhs == fp8.NVFP4Quantizer(stochastic_rounding=True)
     assert gemms.wgrad.lhs == fp8.NVFP4Quantizer(rotation=True)
@@ -275,7 +280,8 @@ def test_recipe():
     plain = fp8.NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     )
-    assert set(plain.gemms.quantizers) == {fp8.NVFP4Quantizer()} and not plain.gemms.is_random
+    assert set(plain.gemms.quantizers) == {fp8.NVFP4Quantizer()}
+    assert not plain.gemms.is_random
 
 
 @pytest.mark.parametrize(
@@ -296,9 +302,10 @@ def test_ops_without_nvfp4_say_so():
     x = normal(0, 4, 16)
     with pytest.raises(ValueError, match="NVFP4"):
         fp8_ragged_dot(x, normal(1, 2, 16, 16), jnp.array([2, 2]), recipe=RECIPE)
+    image, kernel = normal(0, 1, 16, 8), normal(1, 16, 16, 3)
+    arguments = (1,), "SAME", None, None, None, 1, 1, None, None
     with pytest.raises(ValueError, match="windows overlap"):
-        image, kernel = normal(0, 1, 8, 16), normal(1, 16, 16, 3)
-        fp8_conv_general_dilated(image, kernel, (1,), "SAME", *[None] * 3, 1, 1, None, None, recipe=RECIPE)
+        fp8_conv_general_dilated(image, kernel, *arguments, recipe=RECIPE)
 
 
 # Random keys.
@@ -379,7 +386,8 @@ def test_each_layer_and_each_use_has_its_own_numbers():
     for i in range(3):
         run = lambda x, i=i: jnp.sum(model.apply({}, x, rngs={"fp8": KEY})[i] * TARGET)  # noqa: E731
         dxs.append(jax.grad(run)(X))
-    assert not equal(dxs[0], dxs[1]) and not equal(dxs[0], dxs[2])
+    assert not equal(dxs[0], dxs[1])
+    assert not equal(dxs[0], dxs[2])
 
 
 @pytest.mark.parametrize(
@@ -397,7 +405,9 @@ def test_scan_splits_the_key():
     equal_kernels = jax.tree.map(lambda w: jnp.broadcast_to(jnp.eye(32), w.shape), variables_of(model))
     run = jax.jit(jax.grad(lambda v, key: jnp.sum(model.apply(v, X, rngs={"fp8": key}) * TARGET)))
     dw = jax.tree.leaves(run(equal_kernels, KEY))[0]
-    assert dw.shape == (3, 32, 32) and np.isfinite(dw).all() and not np.array_equal(dw[0], dw[1])
+    assert dw.shape == (3, 32, 32)
+    assert np.isfinite(dw).all()
+    assert not np.array_equal(dw[0], dw[1])
 
 
 def test_vmap():
@@ -500,7 +510,8 @@ def test_statistics():
     model = Net()
     measure = fp8.statistics(partial(loss, model))
     found = measure(variables_of(model), X, KEY)["Dense_0/Fp8DotGeneralOp_0"]
-    assert 19 < found["input"]["sqnr"] < 22 and 15 < found["output_grad"]["sqnr"] < 19
+    assert 19 < found["input"]["sqnr"] < 22
+    assert 15 < found["output_grad"]["sqnr"] < 19
 
 
 def test_quantize_model_and_freeze():
@@ -508,10 +519,9 @@ def test_quantize_model_and_freeze():
     model = fp8.quantize_model(layer, recipe=RECIPE, include=".*")
     x = normal(0, 16, 512)
     variables = model.init(jax.random.key(0), x)
-    run = jax.grad(lambda v, key: jnp.sum(model.apply(v, x, rngs={"fp8": key})[:, :3]))
-    assert equal(run(variables, KEY), run(variables, KEY)) and not equal(
-        run(variables, KEY), run(variables, jax.random.key(0))
-    )
+    run = jax.grad(lambda v, key: jnp.sum(model.apply(v, x, rngs={"fp8": key})[:, :32] * TARGET[:16]))
+    assert equal(run(variables, KEY), run(variables, KEY))
+    assert not equal(run(variables, KEY), run(variables, jax.random.key(0)))
     with pytest.warns(UserWarning, match="NVFP4"):
         fp8.freeze(model, variables, x)
 
@@ -530,7 +540,8 @@ def test_nnx():
     model, other = layer(rngs=nnx.Rngs(fp8=1)), layer(rngs=nnx.Rngs(1))
     first, second = grad_of(model), grad_of(model)
     assert not equal(first, second)
-    assert equal(grad_of(layer(rngs=nnx.Rngs(fp8=1))), first) and not equal(grad_of(other), second)
+    assert equal(grad_of(layer(rngs=nnx.Rngs(fp8=1))), first)
+    assert not equal(grad_of(other), second)
     plain = layer()
     assert np.isfinite(plain(X)).all()
     with pytest.raises(ValueError, match="fp8"):
@@ -541,7 +552,7 @@ def test_nnx_whole_model():
     class Blocks(nnx.Module):
         def __init__(self):
             make = nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs), in_axes=0)
-            self.layers = make(nnx.Rngs(0).fork(split=3))
+            self.layers = make(nnx.Rngs(0).split(3))
 
         def __call__(self, x):
             run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -551,7 +562,8 @@ def test_nnx_whole_model():
     model = fp8.quantize_model(Blocks(), rngs=nnx.Rngs(fp8=0), **options)
     grad = nnx.jit(nnx.grad(lambda m: jnp.sum(m(X) * TARGET)))
     first, second = grad(model), grad(model)
-    assert np.isfinite(first["layers"]["kernel"][...]).all() and not equal(first, second)
+    assert np.isfinite(first["layers"]["kernel"][...]).all()
+    assert not equal(first, second)
     with pytest.raises(ValueError, match="fp8"):
         grad(fp8.quantize_model(Blocks(), **options))
     with pytest.raises(TypeError, match="rngs"):

@@ -311,19 +311,23 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        def batched(x: QTensor, has_batch: Any) -> QTensor:
-            """Returns an operand of whose arrays all have the batch. (A key has it, the scales may not.)"""
-            return jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, has_batch)
-
-        of_a, of_b = (any(jax.tree.leaves(x)) for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         place = gemm.num_batch
-        if of_b or a.quantizer.block[0] > 1:  # otherwise each row has its own scales
-            place, batch, b = 0, (*batch, len(batch)), _with_batch(batched(b, is_batched[1]), 0)
+
+        def batched(x: QTensor, flags: QTensor) -> QTensor:
+            # If only a key of stochastic rounding is batched, the scale of the tensor is not.
+            return jax.tree.map(
+                lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags
+            )
+
+        a = batched(a, is_batched[0])
+        if any(jax.tree.leaves(is_batched[1])) or a.quantizer.block[0] > 1:
+            # Otherwise each row has its own scales.
+            b = _with_batch(batched(b, is_batched[1]), 0)
+            place, batch = 0, (*batch, len(batch))
             contract_b = tuple(i + 1 for i in contract_b)
         dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
-        a = _with_batch(batched(a, is_batched[0]), place)
-        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), a, b), place, 0), True
+        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
 
     out: jax.Array = product(a, b)
     return out

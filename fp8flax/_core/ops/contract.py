@@ -320,8 +320,12 @@ def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
     mesh = plan.lhs.sharding.mesh
     out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
-    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
+
+    def inner(key: Any, *args: Any) -> Any:
+        return f(dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None, key=key), *args)
+
+    run = jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
+    return partial(run, plan.key)
 
 
 def explicit_sharding(x: Any) -> Any:
