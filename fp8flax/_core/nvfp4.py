@@ -50,9 +50,25 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
+<<<<<<< HEAD
     # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
     matrix = np.float32(ROTATION).reshape(*(1,) * (axis + 1), GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
     return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
+=======
+    matrix = np.float32(ROTATION)
+
+    def by_sum(groups: jax.Array) -> jax.Array:
+        dims = [*range(axis + 1), *range(axis + 3, x.ndim + 2)]
+        return jnp.sum(lax.expand_dims(groups, [axis + 2]) * lax.expand_dims(matrix, dims), axis=axis + 1)
+
+    def by_dot(groups: jax.Array) -> jax.Array:
+        out = lax.dot_general(groups, matrix, (((axis + 1,), (0,)), ((), ())), lax.Precision.HIGHEST)
+        return jnp.moveaxis(out, -1, axis + 1)
+
+    # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
+    out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
+    return out.reshape(x.shape)
+>>>>>>> y-nvgemm
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
@@ -69,7 +85,7 @@ def _groups(x: jax.Array, axis: int) -> jax.Array:
 def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
     groups = _groups(x, axis)
-    parts = [sign / 4 * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
+    parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
     for bit in (1, 2, 4):  # the fast Hadamard transform
         parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
     # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
