@@ -50,11 +50,6 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
-<<<<<<< HEAD
-    # A sum, not a dot, because XLA for GPUs fuses it into the pass that makes the codes.
-    matrix = np.float32(ROTATION).reshape(*(1,) * (axis + 1), GROUP, GROUP, *(1,) * (x.ndim - axis - 1))
-    return jnp.sum(lax.expand_dims(_groups(x, axis), [axis + 2]) * matrix, axis=axis + 1).reshape(x.shape)
-=======
     matrix = np.float32(ROTATION)
 
     def by_sum(groups: jax.Array) -> jax.Array:
@@ -68,7 +63,6 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
     out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
     return out.reshape(x.shape)
->>>>>>> y-nvgemm
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
