@@ -24,7 +24,6 @@ from fp8flax._core import nvfp4
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, multiply
 from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests import reference_recipes
 from tests.cases import MATMUL, normal
@@ -300,7 +299,7 @@ def test_wrong_options(make, error, word):
 def test_ops_without_nvfp4_say_so():
     x = normal(0, 4, 16)
     with pytest.raises(ValueError, match="NVFP4"):
-        fp8_ragged_dot(x, normal(1, 2, 16, 16), jnp.array([2, 2]), recipe=RECIPE)
+        fp8.Fp8RaggedDotOp(recipe=RECIPE).apply({}, x, normal(1, 2, 16, 16), jnp.array([2, 2]))
     image, kernel = normal(0, 1, 16, 8), normal(1, 16, 16, 3)
     arguments = (1,), "SAME", None, None, None, 1, 1, None, None
     with pytest.raises(ValueError, match="windows overlap"):
