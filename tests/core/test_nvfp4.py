@@ -26,7 +26,7 @@ from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims
 from tests import reference_recipes
-from tests.cases import MATMUL, normal
+from tests.cases import CONTRACTIONS, MATMUL, normal
 
 pytestmark = pytest.mark.optimized
 
@@ -227,6 +227,18 @@ def test_the_gradient_is_right_on_average():
     mean = sum(np.asarray(gradients(RECIPE, X, W, G, key)[1]) for key in keys) / 150
     w = fp8.NVFP4Quantizer(block=(16, 16)).quantize(W, Dims(2, (0,))).dequantize(jnp.float32)
     assert snr(mean, np.asarray(G @ w.T)) > 30  # 15 for one draw
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in CONTRACTIONS if name != "no rows"])
+def test_all_dimension_numbers(name):
+    lhs, rhs, dims = CONTRACTIONS[name]
+    x, w = normal(0, *lhs), normal(1, *rhs)
+    out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=RECIPE, key=KEY), x, w)
+    wide, vjp_of_wide = jax.vjp(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
+    g = normal(2, *out.shape)
+    for actual, expected in zip((out, *vjp(g)), (wide, *vjp_of_wide(g))):
+        assert snr(actual, np.asarray(expected)) > 12
 
 
 def test_nan_reaches_the_gradients_and_the_result():
