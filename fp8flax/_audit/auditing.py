@@ -34,9 +34,9 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
             placed on one device, or on the mesh. An array with a sharding is placed by the names of its
             mesh axes. An array without a sharding is copied whole to each device.
         target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"rtx5090"``, ``"a100"``,
-            or ``"local"`` for the device that JAX uses here. For another GPU use one of the same compute capability. A
-            mesh of ``compile_only_devices`` is a target, too: the report then shows the part of one device,
-            and leaves out the time of communication between devices.
+            or ``"local"`` for the device that JAX uses here. For another GPU use one of the same compute
+            capability. A mesh of ``compile_only_devices`` is a target, too: the report then shows the part
+            of one device, and leaves out the time of communication between devices.
         **keywords: keyword arguments of ``fn``, treated as ``args``. Bind one that is named ``target`` with
             ``functools.partial``.
 

@@ -214,7 +214,7 @@ def _summed_dims(value: Instruction) -> set[int]:
 
 
 def _fp8_sources(value: Instruction, element: int = 0) -> Iterator[str]:
-    """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of the fusion that uses it.
+    """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of its fusion.
 
     ``element`` is the index of the value in a tuple.
     """

@@ -104,9 +104,9 @@ class AuditReport:
 
         The times come from a model. On an H200 it predicted the speed of a training step beside bf16 for
         scales per tensor, and a speed too high by a quarter for 128-blocks. GEMMs run at the rates of large
-        ones: 80 % of the published bf16 peak, 71 % of the FP8 and FP4 peaks. Products of float32 run at half the
-        rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 % of the
-        bandwidth, and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
+        ones: 80 % of the published bf16 peak, 71 % of the FP8 and FP4 peaks. Products of float32 run at
+        half the rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 %
+        of the bandwidth (random numbers, too, which take longer), and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
         its bytes only.
         """
         gpu = GPUS.get(self.target)
@@ -133,15 +133,11 @@ class AuditReport:
         """Returns the result in one sentence."""
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
         maybe = f", {may} may ({percent(self.maybe_fp8_flops_share)})," if may else ""
-        share = percent(self.fp8_flops_share)
-        in_fp4 = (
-            f", {self.num_fp4_gemms} in FP4 ({percent(self.fp4_flops_share)}),"
-            if self.num_fp4_gemms
-            else ""
-        )
+        share, share_of_fp4 = percent(self.fp8_flops_share), percent(self.fp4_flops_share)
+        in_fp4 = f", {self.num_fp4_gemms} in FP4 ({share_of_fp4})," if self.num_fp4_gemms else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){in_fp4}{maybe} "
-            f"on {self.device}, JAX {self.jax_version}."
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){in_fp4}"
+            f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
     def __str__(self) -> str:
@@ -153,6 +149,7 @@ class AuditReport:
 
     def _row(self, gemm: AuditedGemm, reasons: list[str]) -> tuple[str, ...]:
         sizes = [gemm.m, gemm.k, gemm.n] if gemm.batch == 1 else [gemm.batch, gemm.m, gemm.k, gemm.n]
+        dtype = "FP4" if gemm.is_fp4 else "FP8"
         dtypes = [_short(dtype) for dtype in (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype)]
         return (
             gemm.path or "(no name)",
@@ -161,11 +158,7 @@ class AuditReport:
             "{}×{}→{}".format(*dtypes),
             gemm.backend + ("" if gemm.accumulation == "default" else f", {gemm.accumulation}"),
             f"{100 * gemm.flops / max(1, self.flops):.1f}",
-            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]"
-            if gemm.reason
-            else "FP4"
-            if gemm.is_fp4
-            else "FP8",
+            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else dtype,
         )
 
     def _totals(self) -> list[str]:

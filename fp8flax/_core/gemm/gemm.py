@@ -347,8 +347,8 @@ def _with_batch(x: QTensor, place: int) -> QTensor:
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
     if a.tensor_scale is not None or b.tensor_scale is not None:
-        # The scales of tensors multiply the result. So bfloat16 holds the operands exactly, and devices that
-        # each have a part of them need not exchange scales.
+        # The scales of tensors multiply the result. So bfloat16 holds the operands exactly, and parts of an
+        # operand on several devices have scales per block alone.
         keeps_dtype = gemm.out_dtype == jnp.bfloat16 and compute_capability()
         sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
         of_blocks = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
@@ -398,7 +398,7 @@ def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies in Blackwell's units, with a scale per 32 columns (16 of NVFP4); repeats coarser scales."""
+    """Multiplies in Blackwell's units: a scale per 32 columns, 16 of NVFP4. Repeats coarser scales."""
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
