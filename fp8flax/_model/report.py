@@ -16,8 +16,8 @@ from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import GemmSizes
 from fp8flax._core.ops.row import row_of
 from fp8flax._core.options import wrong_model
-from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.quantizers import NVFP4Quantizer
+from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import Call
 from fp8flax._model.quantize_model import is_nnx
@@ -83,10 +83,10 @@ class ModelReport:
         for row in self.rows:
             name = (row.kernel or "-").removeprefix(f"{row.path}/" if row.path else "")
             sizes = [row.batch] * (row.batch != 1) + [row.m, row.k, row.n]
-            share, is_fp8 = f"{100 * row.flops / total:.1f}", ("no", "FP8", "FP4")[row.converted + row.is_fp4]
-            sizes_text = "×".join(map(str, sizes))
+            share, sizes_text = f"{100 * row.flops / total:.1f}", "×".join(map(str, sizes))
+            dtype = "FP4" if row.is_fp4 else "FP8" if row.converted else "no"
             rows.append(
-                (row.path or "(the model)", name, sizes_text, str(row.count), share, is_fp8, row.reason)
+                (row.path or "(the model)", name, sizes_text, str(row.count), share, dtype, row.reason)
             )
         header = ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why")
         lines = [
