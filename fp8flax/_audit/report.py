@@ -106,8 +106,8 @@ class AuditReport:
         scales per tensor, and a speed too high by a quarter for 128-blocks. GEMMs run at the rates of large
         ones: 80 % of the published bf16 peak, 71 % of the FP8 and FP4 peaks. Products of float32 run at
         half the rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 %
-        of the bandwidth (random numbers, too, which take longer), and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
-        its bytes only.
+        of the bandwidth, and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention,
+        counts by its bytes only, and so do random numbers.
         """
         gpu = GPUS.get(self.target)
         if gpu is None:
