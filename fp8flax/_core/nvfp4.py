@@ -50,19 +50,24 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
-    matrix = np.float32(ROTATION)
-
-    def by_sum(groups: jax.Array) -> jax.Array:
-        dims = [*range(axis + 1), *range(axis + 3, x.ndim + 2)]
-        return jnp.sum(lax.expand_dims(groups, [axis + 2]) * lax.expand_dims(matrix, dims), axis=axis + 1)
-
-    def by_dot(groups: jax.Array) -> jax.Array:
-        out = lax.dot_general(groups, matrix, (((axis + 1,), (0,)), ((), ())), lax.Precision.HIGHEST)
-        return jnp.moveaxis(out, -1, axis + 1)
-
-    # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
+    # XLA for GPUs fuses the sum into the pass that makes the codes. XLA for CPUs may sum in another order
+    # where jax.checkpoint computes the codes again.
+    by_sum, by_dot = (partial(rotate, axis=axis + 1) for rotate in (rotated_by_sum, rotated_by_dot))
     out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
     return out.reshape(x.shape)
+
+
+def rotated_by_sum(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, rotated, by products and sums of elements."""
+    dims = [*range(axis), *range(axis + 2, groups.ndim + 1)]
+    return jnp.sum(lax.expand_dims(groups, [axis + 1]) * lax.expand_dims(np.float32(ROTATION), dims), axis)
+
+
+def rotated_by_dot(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, rotated, by a product of matrices."""
+    dims = ((axis,), (0,)), ((), ())
+    out = lax.dot_general(groups, np.float32(ROTATION), dims, lax.Precision.HIGHEST)
+    return jnp.moveaxis(out, -1, axis)
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
@@ -76,7 +81,7 @@ def _groups(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(shape).astype(jnp.float32)
 
 
-def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
+def amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
     groups = _groups(x, axis)
     parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
@@ -95,9 +100,7 @@ def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> j
 
     if axis is None:
         return by_blocks(x)
-    amax: jax.Array = lax.platform_dependent(
-        x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks
-    )
+    amax: jax.Array = lax.platform_dependent(x, cuda=partial(amax_of_rotated, axis=axis), default=by_blocks)
     return amax
 
 
