@@ -46,7 +46,7 @@ If an op name contains several of these scopes, the first one in this dict gives
 WITHOUT_UNITS = {
     CONVOLVED_WIDE: "a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; "
     "XLA has no FP8 convolution with gradients",
-    DEQUANTIZED: "nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}",
+    DEQUANTIZED: "nothing here multiplies these codes and scales: the same values, multiplied in {dtypes}",
 }
 """Scopes of GEMMs of FP8 values that run in a wide dtype on a GPU with FP8 units, each with the reason."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import string
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,15 +34,15 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
 
 
-def _rotation() -> np.ndarray:
-    """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal."""
-    hadamard: np.ndarray = np.ones((1, 1))
-    for _ in range(4):
-        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
-    return np.diag(_SIGNS) @ hadamard / 4
+def _rotation() -> jax.Array:
+    """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal.
 
-
-ROTATION = _rotation()
+    It is computed, because a function in ``custom_partitioning`` can have no constant arrays.
+    """
+    row, column = (lax.broadcasted_iota(np.int32, (GROUP, GROUP), dim) for dim in (0, 1))
+    negative = sum(1 << i for i, sign in enumerate(_SIGNS) if sign < 0)
+    is_odd = (lax.population_count(row & column) ^ (np.int32(negative) >> row)) & np.int32(1)
+    return jnp.where(is_odd == 1, np.float32(-0.25), np.float32(0.25))
 
 
 def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
@@ -50,19 +52,24 @@ def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*pad
     over, the product stays the same, since the matrix is orthogonal.
     """
     x = filled(x, axis)
-    matrix = np.float32(ROTATION)
-
-    def by_sum(groups: jax.Array) -> jax.Array:
-        dims = [*range(axis + 1), *range(axis + 3, x.ndim + 2)]
-        return jnp.sum(lax.expand_dims(groups, [axis + 2]) * lax.expand_dims(matrix, dims), axis=axis + 1)
-
-    def by_dot(groups: jax.Array) -> jax.Array:
-        out = lax.dot_general(groups, matrix, (((axis + 1,), (0,)), ((), ())), lax.Precision.HIGHEST)
-        return jnp.moveaxis(out, -1, axis + 1)
-
-    # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
+    # XLA for GPUs fuses the sum into the pass that makes the codes. XLA for CPUs may sum in another order
+    # where jax.checkpoint computes the codes again.
+    by_sum, by_dot = (partial(rotate, axis=axis + 1) for rotate in (rotated_by_sum, rotated_by_dot))
     out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
     return out.reshape(x.shape)
+
+
+def rotated_by_sum(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, rotated, by products and sums of elements."""
+    dims = [*range(axis), *range(axis + 2, groups.ndim + 1)]
+    return jnp.sum(lax.expand_dims(groups, [axis + 1]) * lax.expand_dims(_rotation(), dims), axis)
+
+
+def rotated_by_dot(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, rotated, by a product of matrices."""
+    dims = ((axis,), (0,)), ((), ())
+    out = lax.dot_general(groups, _rotation(), dims, lax.Precision.HIGHEST)
+    return jnp.moveaxis(out, -1, axis)
 
 
 def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
@@ -76,14 +83,15 @@ def _groups(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(shape).astype(jnp.float32)
 
 
-def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
+def amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
     """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
     groups = _groups(x, axis)
     parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
     for bit in (1, 2, 4):  # the fast Hadamard transform
         parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
     # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
-    return functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
+    amax = functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
+    return lax.squeeze(amax, [axis + 1])
 
 
 def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
@@ -91,13 +99,11 @@ def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> j
 
     def by_blocks(x: jax.Array) -> jax.Array:
         blocks, within = split_blocks(x if axis is None else rotated(x, axis), block)
-        return jnp.max(jnp.abs(blocks), axis=within, keepdims=True, initial=0)
+        return jnp.max(jnp.abs(blocks), axis=within, initial=0)
 
     if axis is None:
         return by_blocks(x)
-    amax: jax.Array = lax.platform_dependent(
-        x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks
-    )
+    amax: jax.Array = lax.platform_dependent(x, cuda=partial(amax_of_rotated, axis=axis), default=by_blocks)
     return amax
 
 
@@ -106,25 +112,46 @@ def quantized(
     block: tuple[int, ...],
     rotate: int | None = None,
     bits: UInt8[jax.Array, "*dims"] | None = None,
+    on_devices: Callable[..., Any] = lambda f, *letters: f,
 ) -> tuple[Any, Any, Any]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
     The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
     or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
     largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
-    random bits. ``rotate`` is the axis along which ``x`` is rotated before.
+    random bits. ``rotate`` is the axis along which ``x`` is rotated before. ``on_devices`` is that of
+    ``casts``: it wraps each of the two passes over the tensor.
 
     Source: arXiv:2509.25149, appendix C.
     """
+    whole = [
+        one if n % width == 0 else "-" for one, n, width in zip(string.ascii_lowercase, x.shape, block)
+    ]
+    of_x = "".join(whole)
+    of_blocks = of_x.upper()
     # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
     # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
-    of_block = row_major(lax.optimization_barrier(_amax_of_blocks(x, block, rotate)))
-    of_block = of_block.astype(jnp.float32)
+    find = on_devices(partial(_amax_of_blocks, block=block, axis=rotate), [of_x], of_blocks)
+    of_block = row_major(lax.optimization_barrier(find(x)))
     amax = finite_amax(of_block)
     usable = is_usable(amax)
     encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
     encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
-    tensor_scale = np.float32(1) / encoding
+    cast = on_devices(partial(_cast, block, rotate), [of_x, of_blocks, "", of_x], (of_x, of_blocks))
+    codes, scale = cast(x, of_block, encoding, *(() if bits is None else (bits,)))
+    return codes, scale, np.float32(1) / encoding
+
+
+def _cast(
+    block: tuple[int, ...],
+    rotate: int | None,
+    x: jax.Array,
+    of_block: jax.Array,
+    encoding: jax.Array,
+    bits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns codes and scales of blocks, from the amaxes of blocks and the factor for the tensor."""
+    of_block = of_block.astype(jnp.float32)
     of_block = jnp.where(lax.is_finite(of_block), of_block, np.float32(np.nan))
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
     scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
@@ -135,11 +162,10 @@ def quantized(
     factor = jnp.where(wide == 0, np.float32(0), factor)
     x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
     blocks, within = split_blocks(x, block)
-    values = lax.clamp(-_E2M1_MAX, blocks * factor, _E2M1_MAX)
+    values = lax.clamp(-_E2M1_MAX, blocks * lax.expand_dims(factor, within), _E2M1_MAX)
     if bits is not None:
         values = _rounded_stochastically(values, split_blocks(bits, block)[0])
-    codes = row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block))
-    return codes, lax.squeeze(scale, within), tensor_scale
+    return row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)), scale
 
 
 def _rounded_stochastically(

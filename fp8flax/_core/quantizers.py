@@ -333,18 +333,23 @@ class NVFP4Quantizer(InBlocks):
         is_rotated = self.rotation and dims.contract
         return nvfp4.rotated(x, dims.contract[-1]) if is_rotated else x.astype(jnp.float32)
 
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+    def quantize(
+        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None, **options: Any
+    ) -> QTensor:
+        """Quantizes an operand; the options are those of ``nvfp4.quantized``."""
         block = self.block_of(dims)
         axis = dims.contract[-1] if self.rotation and dims.contract else None
         x = x if axis is None else nvfp4.filled(x, axis)
         bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
-        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
+        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits, **options)
         return QTensor(codes, block_scale, self, block, tensor_scale)
 
 
-def quantized(quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any) -> Any:
+def quantized(
+    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any, **options: Any
+) -> Any:
     """Quantizes ``x`` for one GEMM and returns the ``QTensor``; returns ``x`` if the quantizer is None."""
-    return x if quantizer is None else quantizer.quantize(x, dims, scale)
+    return x if quantizer is None else quantizer.quantize(x, dims, scale, **options)
 
 
 def quantized_and_back(

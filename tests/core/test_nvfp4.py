@@ -127,6 +127,11 @@ def test_rotation(dtype):
     padded = np.pad(np.asarray(x, np.float64), ((0, 0), (0, 8), (0, 0))).reshape(3, 3, 16, 5)
     expected = np.einsum("bgic,ij->bgjc", padded, matrix).reshape(3, 48, 5)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
+    # On GPUs: a sum, and the amaxes of the groups by additions alone.
+    groups = jnp.asarray(padded.astype(np.float32))
+    np.testing.assert_allclose(nvfp4.rotated_by_sum(groups, 2).reshape(3, 48, 5), expected, atol=1e-5)
+    amax = nvfp4.amax_of_rotated(groups.reshape(3, 48, 5), 1)
+    np.testing.assert_allclose(amax, np.abs(expected).reshape(3, 3, 16, 5).max(2), atol=1e-5)
     # Both operands rotated: the same product.
     y = normal(1, 40, 6)
     product = nvfp4.rotated(x[0].astype(jnp.float32), 0).T @ nvfp4.rotated(y, 0)

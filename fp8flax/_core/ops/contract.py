@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
-from fp8flax._core.gemm.casts import Cast, quantize_blocks
+from fp8flax._core.gemm.casts import Cast, on_devices, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
@@ -258,10 +258,12 @@ def quantized_twice(
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    given = scales.get(role)
-    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
-        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    return no_derivative(lambda x, given: quantized(quantizer, x, dims, given))(x, given)
+    given, options = scales.get(role), {}
+    if isinstance(quantizer, NVFP4Quantizer):
+        options = {"on_devices": on_devices} if compute_capability() else {}
+        if quantizer.stochastic_rounding and plan.key is not None:
+            given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
+    return no_derivative(lambda x, given: quantized(quantizer, x, dims, given, **options))(x, given)
 
 
 def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
