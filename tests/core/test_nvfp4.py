@@ -239,11 +239,12 @@ def test_the_gradient_is_right_on_average():
 def test_all_dimension_numbers(name):
     lhs, rhs, dims = CONTRACTIONS[name]
     x, w = normal(0, *lhs), normal(1, *rhs)
-    out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=RECIPE, key=KEY), x, w)
+    recipe = fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe), x, w)
     wide, vjp_of_wide = jax.vjp(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
     g = normal(2, *out.shape)
     for actual, expected in zip((out, *vjp(g)), (wide, *vjp_of_wide(g))):
-        assert snr(actual, np.asarray(expected)) > 12
+        assert snr(actual, np.asarray(expected)) > 6  # about 0 for wrong numbers
 
 
 def test_nan_reaches_the_gradients_and_the_result():
