@@ -24,10 +24,9 @@ from fp8flax._core import nvfp4
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, multiply
 from fp8flax._core.ops.conv import fp8_conv_general_dilated
 from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests import reference_recipes
-from tests.cases import MATMUL, normal
+from tests.cases import CONTRACTIONS, MATMUL, normal
 
 pytestmark = pytest.mark.optimized
 
@@ -235,6 +234,18 @@ def test_the_gradient_is_right_on_average():
     assert snr(mean, np.asarray(G @ w.T)) > 30  # 15 for one draw
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in CONTRACTIONS if name != "no rows"])
+def test_all_dimension_numbers(name):
+    lhs, rhs, dims = CONTRACTIONS[name]
+    x, w = normal(0, *lhs), normal(1, *rhs)
+    out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=RECIPE, key=KEY), x, w)
+    wide, vjp_of_wide = jax.vjp(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
+    g = normal(2, *out.shape)
+    for actual, expected in zip((out, *vjp(g)), (wide, *vjp_of_wide(g))):
+        assert snr(actual, np.asarray(expected)) > 12
+
+
 def test_nan_reaches_the_gradients_and_the_result():
     out, _, dw = gradients(RECIPE, X.at[3, 5].set(jnp.nan), W, G)
     assert np.isnan(out[3]).all()
@@ -305,7 +316,7 @@ def test_wrong_options(make, error, word):
 def test_ops_without_nvfp4_say_so():
     x = normal(0, 4, 16)
     with pytest.raises(ValueError, match="NVFP4"):
-        fp8_ragged_dot(x, normal(1, 2, 16, 16), jnp.array([2, 2]), recipe=RECIPE)
+        fp8.Fp8RaggedDotOp(recipe=RECIPE).apply({}, x, normal(1, 2, 16, 16), jnp.array([2, 2]))
     image, kernel = normal(0, 1, 16, 8), normal(1, 16, 16, 3)
     arguments = (1,), "SAME", None, None, None, 1, 1, None, None
     with pytest.raises(ValueError, match="windows overlap"):

@@ -104,6 +104,7 @@ def fp8_ragged_dot(
     *,
     states: States = STATELESS,
     recipe: Recipe,
+    key: Any = None,
 ) -> Float[jax.Array, "rows columns"]:
     """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
 
@@ -128,6 +129,7 @@ def fp8_ragged_dot(
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
+        key=key,
     )
     return run(plan, lhs, rhs, states=states)
 
