@@ -174,12 +174,13 @@ def _rounded_stochastically(
     """Rounds values of at most 6 to one of the two neighbors in e2m1, the nearer one more often.
 
     In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
-    random number below one step is added to these bits, which are then cut off. The middle of each 256th
-    part is taken as the random number, so that the mean has no bias. (Each value is used once. Otherwise
-    XLA for GPUs keeps the rotated tensor in float32.)
+    random number below one step is added to these bits, which are then cut off. Its last bit is one that
+    the byte has, so that the mean has no bias. (Each value is used once. Otherwise XLA for GPUs keeps the
+    rotated tensor in float32.)
     """
     near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
-    random = bits.astype(jnp.uint16) * np.uint16(2) + np.uint16(1)
+    byte = bits.astype(jnp.uint16)
+    random = byte * np.uint16(2) + (byte & np.uint16(1))
     cut = lax.bitcast_convert_type((near + random) & np.uint16(0xFE00), jnp.float16)
     return cut.astype(jnp.float32) * np.float32(2.0**14)
 

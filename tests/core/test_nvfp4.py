@@ -162,7 +162,7 @@ def test_stochastic_rounding():
     sigma = step * np.sqrt(part * (1 - part))
     assert (np.abs(drawn.mean(0) - np.abs(y)) <= 4.5 * sigma / 100 + step / 512 + 1e-6).all()
     np.testing.assert_allclose(drawn.std(0), sigma, atol=0.02)
-    assert not np.array_equal(drawn[:, 3], np.roll(drawn[:, 3], 1))
+    assert abs(np.corrcoef(drawn[:-1, 3], drawn[1:, 3])[0, 1]) < 0.05  # rows have numbers of their own
     signs = np.sign(np.asarray(q.codes).astype(np.float32))
     assert (signs * np.sign(y) >= 0).all()
 
@@ -174,7 +174,7 @@ def test_mean_over_all_random_bytes():
     mean = np.mean(jax.jit(nvfp4._rounded_stochastically)(jnp.broadcast_to(y, bits.shape), bits), 0)
     step = np.where(np.abs(y) < 2, 0.5, np.where(np.abs(y) < 4, 1, 2))
     assert np.abs((mean - y) / step).max() <= 1 / 256
-    assert abs(np.mean((mean - y) * np.sign(y) / step)) < 1e-3
+    assert abs(np.mean((mean - y) * np.sign(y) / step)) < 1e-4
 
 
 # The three GEMMs.
