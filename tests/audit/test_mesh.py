@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests.cases import MATMUL, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -188,7 +189,7 @@ def test_fewer_blocks_than_gpus():
     args = on(mesh, struct(64, 512), "data"), on(mesh, struct(512, 64), "data")
     reasons = {gemm.reason for gemm in fp8.audit(partial(step, op=op), *args, target=mesh).gemms}
     assert reasons == {
-        "nothing here multiplies FP8 with these scales: the same values, multiplied in bfloat16"
+        "nothing here multiplies these codes and scales: the same values, multiplied in bfloat16"
     }
 
 
@@ -199,6 +200,26 @@ def test_fewer_rows_than_a_block(target):
     mesh = mesh_of((4, 1), target)
     args = on(mesh, KERNEL, None, "data"), on(mesh, struct(64, 256), None, "data")
     assert len(fp8.audit(partial(step, op=BLOCKS), *args, target=mesh).gemms) == 3
+
+
+@pytest.mark.long
+def test_nvfp4_under_fsdp():
+    """Each GPU multiplies in FP4, and sends fewer bytes than in bfloat16."""
+    mesh = mesh_of((8, 1), "b200")
+    rows = NamedSharding(mesh, P("data"))
+
+    @partial(jax.jit, out_shardings=(rows, (rows, rows)), static_argnums=0)
+    def dense(recipe, x, w, g, key):
+        y, vjp = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATMUL, recipe=recipe, key=key), x, w)
+        return y, vjp(g)
+
+    args = (*(on(mesh, x, "data") for x in (struct(4096, 1024), struct(1024, 1024), struct(4096, 1024))),)
+    wide, narrow = (
+        fp8.audit(dense, recipe, *args, jax.random.key(0), target=mesh)
+        for recipe in (fp8.CustomRecipe(), fp8.NVFP4BlockScaling())
+    )
+    assert [narrow.num_fp4_gemms, narrow.num_gemms] == [3, 3]
+    assert 0 < narrow.bytes_sent < 0.75 * wide.bytes_sent
 
 
 def test_errors():

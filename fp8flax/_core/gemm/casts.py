@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,27 @@ from fp8flax._core.quantize import divided, inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
 Pair = tuple[QTensor, QTensor]
+
+
+def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> Callable[..., Any]:
+    """Returns ``f``, a function of arrays with these letters, so that each GPU computes its part.
+
+    See ``on_shards``. XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it
+    is ``jax.vmap`` of ``f``.
+    """
+
+    @custom_vmap
+    def run(*args: jax.Array) -> Any:
+        of_parts = on_shards(f, operands[: len(args)], results)
+        return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
+
+    @run.def_vmap
+    def _(size: int, is_batched: Any, *args: jax.Array) -> Any:
+        del size
+        made = jax.vmap(f, [0 if has_batch else None for has_batch in is_batched])(*args)
+        return made, jax.tree.map(lambda _: True, made)
+
+    return run
 
 
 class Cast(NamedTuple):

@@ -78,8 +78,7 @@ def run(
 
     def on_axes(f: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``partial(f, plan)``; JAX handles explicit axes if it differentiates the product."""
-        of_plan = partial(f, plan)
-        return of_plan if is_qdq else on_automatic_axes(of_plan, lhs, plan.out_sharding)
+        return partial(f if is_qdq else on_automatic_axes(f, lhs, plan.out_sharding), plan)
 
     wide = on_axes(type(plan).wide)
     if not any(recipe.quantizers):

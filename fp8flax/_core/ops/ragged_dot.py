@@ -21,6 +21,7 @@ from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims
+from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
@@ -28,8 +29,8 @@ from fp8flax._core.shapes import Float, Integer
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["group_sizes"],
-    meta_fields=[field.name for field in dataclasses.fields(Contraction)],
+    data_fields=["group_sizes", "key"],
+    meta_fields=[field.name for field in dataclasses.fields(Contraction) if field.name != "key"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedContraction(Contraction):
@@ -83,12 +84,18 @@ def fp8_ragged_dot(
     *,
     states: States = STATELESS,
     recipe: Recipe,
+    key: Any = None,
 ) -> Float[jax.Array, "rows columns"]:
     """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
 
     In wgrad, a block of 128 rows with one scale may hold rows of several experts.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.gemms.quantizers):
+        raise ValueError(
+            "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
+            f"MXFP8BlockScaling(); got {recipe!r}."
+        )
     group_sizes = jnp.asarray(group_sizes)
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
         raise ValueError(
@@ -112,6 +119,7 @@ def fp8_ragged_dot(
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
+        key=key,
     )
     return run(plan, lhs, rhs, states=states)
 

@@ -39,6 +39,10 @@ E4M3 = jnp.float8_e4m3fn
 CURRENT_BY_BLOCKS = fp8.CustomRecipe(
     forward=fp8.GemmRecipe(lhs=fp8.CurrentQuantizer(dtype=E4M3), rhs=fp8.BlockQuantizer(dtype=E4M3))
 )
+NVFP4 = fp8.NVFP4BlockScaling()
+NVFP4_BY_BLOCKS = fp8.CustomRecipe(
+    forward=fp8.GemmRecipe(lhs=fp8.NVFP4Quantizer(), rhs=fp8.BlockQuantizer(dtype=E4M3, block=(1, 16)))
+)
 E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
 
 
@@ -51,6 +55,9 @@ E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
         (BLOCKS, 10.0, False),
         (BLOCKS_F32, 10.0, True),
         (E5M2_TWICE, 10.0, True),
+        (NVFP4, 9.0, True),
+        (NVFP4, 10.0, False),
+        (NVFP4_BY_BLOCKS, 10.0, True),
         (fp8.Float8CurrentScaling(), 9.0, False),
         (fp8.Float8CurrentScaling(fp8_format=fp8.Format.HYBRID_FNUZ), 9.0, True),
         (CURRENT_BY_BLOCKS, 9.0, True),
