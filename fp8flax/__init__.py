@@ -14,13 +14,14 @@ from fp8flax._core.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 from fp8flax._core.autocast import autocast
 from fp8flax._core.formats import Format
 
 # Parts of custom recipes.
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.qtensor import QTensor
 
 # Training.
@@ -92,6 +93,8 @@ __all__ = [
     "MissingStateError",
     "ModelReport",
     "NANOOFp8DotGeneralOp",
+    "NVFP4BlockScaling",
+    "NVFP4Quantizer",
     "QTensor",
     "Recipe",
     "TrainState",

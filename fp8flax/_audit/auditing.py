@@ -33,10 +33,10 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         *args: arguments of ``fn``, arrays or ``jax.ShapeDtypeStruct`` of any shape and dtype. They are
             placed on one device, or on the mesh. An array with a sharding is placed by the names of its
             mesh axes. An array without a sharding is copied whole to each device.
-        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"a100"``, or ``"local"``
-            for the device that JAX uses here. For another GPU use one of the same compute capability. A
-            mesh of ``compile_only_devices`` is a target, too: the report then shows the part of one device,
-            and leaves out the time of communication between devices.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"rtx5090"``, ``"a100"``,
+            or ``"local"`` for the device that JAX uses here. For another GPU use one of the same compute
+            capability. A mesh of ``compile_only_devices`` is a target, too: the report then shows the part
+            of one device, and leaves out the time of communication between devices.
         **keywords: keyword arguments of ``fn``, treated as ``args``. Bind one that is named ``target`` with
             ``functools.partial``.
 
@@ -98,6 +98,8 @@ def assert_fp8(
 ) -> AuditReport:
     """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 
+    GEMMs in FP4 count, too.
+
     GEMMs with ``AuditedGemm.may_be_fp8`` do not count: they have FP8 operands in XLA's own GPU kernels,
     which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
     ``fp8_flops_share + maybe_fp8_flops_share`` of its report.
@@ -128,9 +130,10 @@ def assert_fp8(
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops must be a share between 0 and 1; got {min_flops}.")
     report = audit(fn, *args, target=target, **keywords)
-    if report.fp8_flops_share < min_flops:
+    share = report.fp8_flops_share + report.fp4_flops_share
+    if share < min_flops:
         raise AssertionError(
-            f"{percent(report.fp8_flops_share)} of the GEMMs' FLOPs run in FP8; at least "
+            f"{percent(share)} of the GEMMs' FLOPs run in FP8; at least "
             f"{percent(min_flops)} were asked for.\n\n{report}"
         )
     return report

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from fp8flax._core.gemm.gpus import (
     GPUS,
+    HOPPER,
     NATIVE_FP8,
     Gpu,
     compiling_for,
@@ -28,7 +29,7 @@ from fp8flax._core.options import check_choice, check_int
 
 # The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers. Without the version of cuDNN,
 # XLA expands block-scaled matmuls to bfloat16. JAX 0.10 reads the versions in the last lines of the text,
-# later versions of JAX read those in the device's description.
+# later versions of JAX read those in the device's description. The extension is what XLA finds on the GPU.
 _TARGET_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -48,7 +49,7 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2_cache}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
   dnn_version: "9.10.0"
   runtime_version: "13.0.0"
 }}
@@ -116,7 +117,7 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     mesh to ``audit`` as its ``target``. Each call returns new devices.
 
     Args:
-        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"`` or ``"a100"``.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"rtx5090"`` or ``"a100"``.
         count: number of GPUs, in one machine.
 
     Returns:
@@ -147,7 +148,8 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
 
     gpu = GPUS[target]
     major, minor = str(gpu.compute_capability).split(".")
-    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor)
+    extension = "ACCELERATED_FEATURES" if gpu.compute_capability >= HOPPER else "NONE"
+    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor, extension=extension)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{count}"

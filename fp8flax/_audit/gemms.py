@@ -49,13 +49,15 @@ class AuditedGemm:
     """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
     is_fp8: bool = False
     """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
+    is_fp4: bool = False
+    """Whether FP4 units compute the GEMM."""
     may_be_fp8: bool = False
     """Whether FP8 units may compute the GEMM on the device.
 
     This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
     """
     reason: str = ""
-    """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
+    """Why neither FP8 nor FP4 units compute the GEMM, or why that is uncertain; ``""`` if they do."""
     trip_count: int = 1
     """How often the GEMM runs per call: the product of the trip counts of the loops around it."""
     bytes: int = 0
@@ -63,7 +65,7 @@ class AuditedGemm:
     op_name: str
     """JAX's full name of the operation, including what ``path`` leaves out."""
     fp8_sources: tuple[str, ...] = ("", "")
-    """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
+    """For each operand the FP8 or FP4 dtype that it has, or was converted from; ``""`` for none."""
 
     @property
     def flops(self) -> int:
@@ -72,7 +74,10 @@ class AuditedGemm:
 
 
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
-"""Instructions that may stand between the conversion from FP8 to a wide dtype and the GEMM."""
+"""Instructions that may stand between the conversion from FP8 or FP4 to a wide dtype and the GEMM."""
+
+_NARROW = ("f8", "f4")
+"""How XLA's names of the dtypes of 8 and of 4 bits begin."""
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
@@ -106,7 +111,8 @@ def gemms_of(kernel: Instruction) -> Iterator[AuditedGemm]:
 
 def _name_of(dtype: str) -> str:
     """Returns the name that JAX has for an XLA dtype of floats; other names are XLA's."""
-    return "float8_" + dtype[2:] if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
+    is_narrow = dtype.startswith(_NARROW)
+    return f"float{dtype[1]}_{dtype[2:]}" if is_narrow else _DTYPES.get(dtype, dtype)
 
 
 def _backend(kernel: Instruction) -> str:
@@ -208,12 +214,12 @@ def _summed_dims(value: Instruction) -> set[int]:
 
 
 def _fp8_sources(value: Instruction, element: int = 0) -> Iterator[str]:
-    """Yields the FP8 dtypes that a value was converted from, perhaps outside of the fusion that uses it.
+    """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of its fusion.
 
     ``element`` is the index of the value in a tuple.
     """
     caller = value.computation.caller
-    if value.result.dtype.startswith("f8") and len(value.results) == 1:
+    if value.result.dtype.startswith(_NARROW) and len(value.results) == 1:
         yield value.result.dtype
     elif value.opcode == "parameter" and caller is not None and caller.fused is not None:
         yield from _fp8_sources(caller.operands[int(value.text)])
@@ -247,12 +253,14 @@ _MAY_BE_FP8 = (
 
 
 def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> AuditedGemm:
-    """Returns a GEMM with the statement whether FP8 units of ``target`` compute it, and why not.
+    """Returns a GEMM with the statement whether FP8 or FP4 units of ``target`` compute it, and why not.
 
     ``without_triton`` says whether XLA was not allowed to use its Triton GEMMs, see ``compile_lowered``.
     CublasLt then has also GEMMs that do not ask for it.
     """
-    is_fp8 = target.has_fp8_units and gemm.backend != "other" and _has_fp8_operands(gemm)
+    if _has_operands(gemm, "float4") and gemm.backend == "cuDNN":
+        return dataclasses.replace(gemm, is_fp4=True)
+    is_fp8 = target.has_fp8_units and gemm.backend != "other" and _has_operands(gemm, "float8")
     asks_for_cublaslt = names.CUBLASLT in gemm.op_name.split("/")
     is_tritons = without_triton and gemm.backend == "cublasLt" and not asks_for_cublaslt
     if is_fp8 and (is_tritons or gemm.backend == "Triton"):
@@ -261,8 +269,8 @@ def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> A
     return dataclasses.replace(gemm, is_fp8=is_fp8, reason=reason)
 
 
-def _has_fp8_operands(gemm: AuditedGemm) -> bool:
-    return gemm.lhs_dtype.startswith("float8") and gemm.rhs_dtype.startswith("float8")
+def _has_operands(gemm: AuditedGemm, dtype: str) -> bool:
+    return gemm.lhs_dtype.startswith(dtype) and gemm.rhs_dtype.startswith(dtype)
 
 
 def _why_not(gemm: AuditedGemm, target: Target) -> str:
@@ -278,7 +286,7 @@ def _why_not(gemm: AuditedGemm, target: Target) -> str:
     for scope, reason in names.WITHOUT_UNITS.items():
         if scope in scopes:
             return reason.format(dtypes=dtypes)
-    if _has_fp8_operands(gemm):
+    if _has_operands(gemm, "float8"):
         return "operands are FP8, but the product is computed in a plain loop, without the FP8 units"
     if is_op or all(gemm.fp8_sources):
         return f"quantize-dequantize pattern not matched: multiplied in {dtypes}"

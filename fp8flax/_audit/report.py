@@ -61,6 +61,11 @@ class AuditReport:
         return sum(gemm.is_fp8 for gemm in self.gemms)
 
     @property
+    def num_fp4_gemms(self) -> int:
+        """Returns the number of GEMMs that run in FP4; the body of a loop counts once."""
+        return sum(gemm.is_fp4 for gemm in self.gemms)
+
+    @property
     def flops(self) -> int:
         """Returns the floating-point operations of all GEMMs in one call."""
         return sum(gemm.flops for gemm in self.gemms)
@@ -69,6 +74,11 @@ class AuditReport:
     def fp8_flops_share(self) -> float:
         """Returns the share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
         return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
+
+    @property
+    def fp4_flops_share(self) -> float:
+        """Returns the share of ``flops`` that runs in FP4, 0 to 1."""
+        return sum(gemm.flops for gemm in self.gemms if gemm.is_fp4) / max(1, self.flops)
 
     @property
     def maybe_fp8_flops_share(self) -> float:
@@ -94,9 +104,9 @@ class AuditReport:
 
         The times come from a model. On an H200 it predicted the speed of a training step beside bf16 for
         scales per tensor, and a speed too high by a quarter for 128-blocks. GEMMs run at the rates of large
-        ones: 80 % of the published bf16 peak, 71 % of the FP8 peak. Products of float32 run at half the
-        rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 % of the
-        bandwidth, and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
+        ones: 80 % of the published bf16 peak, 71 % of the FP8 and FP4 peaks. Products of float32 run at
+        half the rate of bf16, GEMMs that only may run in FP8 at that of bf16. Everything else runs at 85 %
+        of the bandwidth (random numbers, too, which take longer), and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
         its bytes only.
         """
         gpu = GPUS.get(self.target)
@@ -107,7 +117,8 @@ class AuditReport:
         def seconds(gemm: AuditedGemm) -> float:
             """Returns the time of the operations or of the bytes, whichever is longer."""
             is_wide = "float32" in (gemm.lhs_dtype, gemm.rhs_dtype)
-            rate = gpu.fp8 if gemm.is_fp8 else gpu.bf16 / 2 if is_wide else gpu.bf16
+            narrow = gpu.fp4 if gemm.is_fp4 else gpu.fp8 if gemm.is_fp8 else 0
+            rate = narrow or (gpu.bf16 / 2 if is_wide else gpu.bf16)
             return max(gemm.flops / rate, gemm.bytes / bandwidth)
 
         parts = {
@@ -122,10 +133,11 @@ class AuditReport:
         """Returns the result in one sentence."""
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
         maybe = f", {may} may ({percent(self.maybe_fp8_flops_share)})," if may else ""
-        share = percent(self.fp8_flops_share)
+        share, share_of_fp4 = percent(self.fp8_flops_share), percent(self.fp4_flops_share)
+        in_fp4 = f", {self.num_fp4_gemms} in FP4 ({share_of_fp4})," if self.num_fp4_gemms else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){maybe} on "
-            f"{self.device}, JAX {self.jax_version}."
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){in_fp4}"
+            f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
     def __str__(self) -> str:
@@ -137,6 +149,7 @@ class AuditReport:
 
     def _row(self, gemm: AuditedGemm, reasons: list[str]) -> tuple[str, ...]:
         sizes = [gemm.m, gemm.k, gemm.n] if gemm.batch == 1 else [gemm.batch, gemm.m, gemm.k, gemm.n]
+        dtype = "FP4" if gemm.is_fp4 else "FP8"
         dtypes = [_short(dtype) for dtype in (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype)]
         return (
             gemm.path or "(no name)",
@@ -145,7 +158,7 @@ class AuditReport:
             "{}×{}→{}".format(*dtypes),
             gemm.backend + ("" if gemm.accumulation == "default" else f", {gemm.accumulation}"),
             f"{100 * gemm.flops / max(1, self.flops):.1f}",
-            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else "FP8",
+            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else dtype,
         )
 
     def _totals(self) -> list[str]:
@@ -173,7 +186,7 @@ class AuditReport:
 
 def _short(dtype: str) -> str:
     """Returns the short name of a dtype: ``e4m3``, ``bf16``, ``f32``."""
-    return re.sub(r"float8_(e\dm\d).*", r"\1", dtype).replace("float", "f")
+    return re.sub(r"float[48]_(e\dm\d).*", r"\1", dtype).replace("float", "f")
 
 
 def percent(share: float) -> str:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims
-from fp8flax._core.quantizers import Quantizer
+from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
 from fp8flax._core.shapes import Float, Float32
 
 
@@ -49,6 +48,10 @@ def numbers_of(
     The caller stops the gradients of ``x`` and of the scale. The counts have the precision of float32, for
     fewer than 2**32 elements.
     """
+    if isinstance(quantizer, NVFP4Quantizer):
+        x = quantizer.prepared(x, dims)
+        quantizer = dataclasses.replace(quantizer, rotation=False)
+        delayed_scale = jax.random.key(0)  # any random numbers
     q = quantizer.quantize(x, dims, delayed_scale)
     # A number of NumPy, so that float64 stays float64 under strict promotion.
     number = np.float64 if x.dtype == jnp.float64 else np.float32
@@ -58,7 +61,8 @@ def numbers_of(
     magnitude = jnp.where(is_value, jnp.abs(wide), number(0))
 
     # The values of the largest code show the scale of each element, whatever the layout of the scales.
-    largest_code = jnp.full(q.shape, fp8_max(quantizer.dtype), q.codes.dtype)
+    largest_of_dtype = float(jnp.finfo(quantizer.dtype).max)
+    largest_code = jnp.full(q.shape, largest_of_dtype, q.codes.dtype)
     largest = jnp.minimum(dataclasses.replace(q, codes=largest_code).dequantize(number), huge)
     largest_of_values = jnp.max(jnp.where(is_value, largest, number(0)), initial=0)
     headroom = jnp.where(is_value, largest / jnp.maximum(magnitude, tiny), number(np.inf))
@@ -86,7 +90,7 @@ def numbers_of(
         nonfinite=count(~finite),
         amax=amax,
         scale=jnp.where(jnp.any(is_value), largest_of_values, jnp.max(largest, initial=0))
-        / number(fp8_max(quantizer.dtype)),
+        / number(largest_of_dtype),
         headroom=jnp.min(headroom, initial=np.inf),
     )
     return jnp.stack([number.astype(np.float32) for number in numbers])

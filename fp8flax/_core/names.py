@@ -46,7 +46,7 @@ If an op name contains several of these scopes, the first one in this dict gives
 WITHOUT_UNITS = {
     CONVOLVED_WIDE: "a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; "
     "XLA has no FP8 convolution with gradients",
-    DEQUANTIZED: "nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}",
+    DEQUANTIZED: "nothing here multiplies these codes and scales: the same values, multiplied in {dtypes}",
 }
 """Scopes of GEMMs of FP8 values that run in a wide dtype on a GPU with FP8 units, each with the reason."""
 
@@ -79,6 +79,9 @@ OUTPUT_NAME = "fp8_output"
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Linen collection whose "gradient" is its next value. Flax uses the same name."""
+
+RNG = "fp8"
+"""The name of the random numbers for stochastic rounding, in ``rngs`` of Linen and in ``nnx.Rngs``."""
 
 PARAMS = "params"
 """The Linen collection of the trained parameters."""

@@ -51,7 +51,9 @@ class Dims(NamedTuple):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer", "block"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "tensor_scale"],
+    meta_fields=["quantizer", "block"],
 )
 @dataclasses.dataclass(frozen=True)
 class QTensor:
@@ -64,12 +66,15 @@ class QTensor:
         quantizer: the quantizer that made the codes and the scales.
         block: with scales per block, the number of elements per block along each dimension; else empty. It
             is also empty in the stored kernel of a frozen model, whose scales have another layout.
+        tensor_scale: in NVFP4, the float32 scale that multiplies the scales of all blocks: a scalar, or one
+            dimension for each dimension of the tensor. None otherwise.
     """
 
     codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]
     scale: Shaped[jax.Array, "*scale"]
     quantizer: Any
     block: tuple[int, ...] = ()
+    tensor_scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,20 +90,24 @@ class QTensor:
         """Returns codes times scales.
 
         They are multiplied in float32, or in float64 if ``dtype`` is float64. The product is then rounded
-        once to ``dtype``.
+        once to ``dtype``. (In NVFP4 the product of code and block scale is exact, also in bfloat16.)
         """
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
         # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be
         # rounded.
         codes = lax.optimization_barrier(self.codes)
-        if not self.block:
-            return (codes.astype(wide) * self.scale.astype(wide)).astype(dtype)
-        blocks, within = split_blocks(codes.astype(wide), self.block)
-        values = blocks * lax.expand_dims(self.scale, within).astype(wide)
-        return join_blocks(values, self.shape, self.block).astype(dtype)
+        if self.block:
+            blocks, within = split_blocks(codes.astype(wide), self.block)
+            values = blocks * lax.expand_dims(self.scale, within).astype(wide)
+            values = join_blocks(values, self.shape, self.block)
+        else:
+            values = codes.astype(wide) * self.scale.astype(wide)
+        if self.tensor_scale is not None:
+            values = values * self.tensor_scale.astype(wide)
+        return values.astype(dtype)
 
     def as_bits(self) -> QTensor:
-        """Returns the same tensor with its codes, and scales of one byte, as uint8.
+        """Returns the same tensor with its codes, and scales of one byte, as uint8; 4-bit codes as uint4.
 
         ``jax.checkpoint`` passes every float that it saves through ``lax.reduce_precision``, which does not
         know e4m3fn: 448 would become NaN, and subnormals would become zero.
@@ -109,13 +118,15 @@ class QTensor:
         """Returns the tensor that ``as_bits`` was called on."""
         scale = self.scale
         if scale.dtype == jnp.uint8:
-            scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+            scale = lax.bitcast_convert_type(scale, self.quantizer.scale_dtype)
         codes = lax.bitcast_convert_type(self.codes, self.quantizer.dtype)
         return dataclasses.replace(self, codes=codes, scale=scale)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns an array of a one-byte dtype as uint8; returns an array of a wider dtype unchanged."""
+    """Returns an array of a narrow dtype as uint8 or uint4; returns an array of a wider dtype unchanged."""
+    if x.dtype == jnp.float4_e2m1fn:
+        return lax.bitcast_convert_type(x, jnp.uint4)
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 

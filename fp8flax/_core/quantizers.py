@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core import nvfp4
 from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.qtensor import Dims, QTensor, dequantized, join_blocks, split_blocks
@@ -18,14 +19,11 @@ from fp8flax._core.quantize import quantize, quotient, saturated, straight_throu
 from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
-MX_COLUMNS = 32
-"""Columns that share a scale where hardware multiplies block-scaled operands."""
-
 _FLOAT32 = np.finfo(np.float32)
 
 
 class Quantizer:
-    """Base class of the three quantizers: each turns one operand of one GEMM into FP8 codes and scales."""
+    """Base class of the four quantizers: each turns one operand of one GEMM into codes and scales."""
 
     dtype: Any
     """The FP8 dtype of the codes."""
@@ -52,7 +50,7 @@ class Quantizer:
 
         NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
         Delayed scaling needs ``scale``, the float32 scale of this step: one element, or one per stacked
-        tensor.
+        tensor. Stochastic rounding needs a key of ``jax.random`` in its place.
         """
         raise NotImplementedError
 
@@ -158,8 +156,33 @@ class CurrentQuantizer(Quantizer):
         return QTensor(quantize(x, self.dtype, new_scale), new_scale, self)
 
 
+class InBlocks(Quantizer):
+    """Base class of the quantizers with one scale per block; see ``BlockQuantizer``."""
+
+    block: Any
+    scale_dtype: ClassVar[Any]
+    """The dtype of scales of one byte."""
+    unit_columns: ClassVar[int]
+    """The columns that share a scale where Blackwell multiplies such operands."""
+    is_exact_in_bfloat16: ClassVar[Any]
+    """Whether bfloat16 holds the product of any code and the scale of its block."""
+
+    def block_of(self, dims: Dims) -> tuple[int, ...]:
+        """Returns the number of elements per block along each dimension of a tensor.
+
+        The columns of a block run along the last contracted dimension, its rows along the last free one. If
+        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
+        multiple of the block, which ``canonical`` takes care of.
+        """
+        block = [1] * dims.ndim
+        for places, size in ((dims.free, self.block[0]), (dims.contract, self.block[1])):
+            if places:
+                block[places[-1]] = size
+        return tuple(block)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockQuantizer(Quantizer):
+class BlockQuantizer(InBlocks):
     """Quantizer with one scale per block of the tensor, seen as a matrix.
 
     The rows of the matrix are the free dimensions of the operand; its columns are the contracted
@@ -193,6 +216,9 @@ class BlockQuantizer(Quantizer):
     scale: str = "e8m0"
     scale_rounding: str = "up"
 
+    scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
+    unit_columns: ClassVar[int] = 32
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in OCP_DTYPES:
@@ -215,7 +241,6 @@ class BlockQuantizer(Quantizer):
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Returns whether bfloat16 holds the product of any code and its scale: a power of two."""
         return self.scale != "float32"
 
     @property
@@ -225,19 +250,6 @@ class BlockQuantizer(Quantizer):
     @property
     def serves_both(self) -> bool:
         return self.block[0] == self.block[1]
-
-    def block_of(self, dims: Dims) -> tuple[int, ...]:
-        """Returns the number of elements per block along each dimension of a tensor.
-
-        The columns of a block run along the last contracted dimension, its rows along the last free one. If
-        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
-        multiple of the block, which ``canonical`` takes care of.
-        """
-        block = [1] * dims.ndim
-        for places, size in ((dims.free, self.block[0]), (dims.contract, self.block[1])):
-            if places:
-                block[places[-1]] = size
-        return tuple(block)
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
@@ -263,6 +275,71 @@ class BlockQuantizer(Quantizer):
         # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.
         exponent = jnp.maximum(scale_exponent(amax, limit, self.scale_rounding), np.int32(-126))
         return x * power_of_two(-exponent), power_of_two(exponent)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4Quantizer(InBlocks):
+    """Quantizer to NVFP4: 4-bit codes, a scale in e4m3 per block, and a float32 scale per tensor.
+
+    ``x ≈ code * block_scale * tensor_scale``, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+    negatives. A NaN or an Inf makes the scale of its block NaN.
+
+    Attributes:
+        block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run
+            along the contraction.
+        rotation: whether each 16 contracted values are multiplied by a Hadamard matrix with fixed signs
+            before they are quantized, so that an outlier spreads over them. Rotate both operands of a GEMM:
+            then the product stays the same.
+        stochastic_rounding: whether values are rounded up or down at random, so that the result is right on
+            average. It needs random numbers, see ``fp8flax.NVFP4BlockScaling``.
+
+    Raises:
+        TypeError: ``rotation`` or ``stochastic_rounding`` is not a bool.
+        ValueError: ``block`` is another pair, or blocks of 16 rows are rotated.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.NVFP4Quantizer(block=(16, 16)).dtype
+        dtype(float4_e2m1fn)
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv:2509.25149; Transformer
+    Engine, ``NVFP4BlockScaling``.
+    """
+
+    block: tuple[int, int] = (1, 16)
+    rotation: bool = False
+    stochastic_rounding: bool = False
+
+    dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)  # type: ignore[misc]
+    scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    unit_columns: ClassVar[int] = 16
+    is_exact_in_bfloat16: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_bool("rotation", self.rotation)
+        check_bool("stochastic_rounding", self.stochastic_rounding)
+        if self.block not in ((1, 16), (16, 16)) or (self.rotation and self.block[0] > 1):
+            raise ValueError(
+                "block of an NVFP4Quantizer must be (1, 16), or (16, 16) without rotation; got "
+                f"block={self.block!r}, rotation={self.rotation}."
+            )
+
+    @property
+    def serves_both(self) -> bool:
+        return self.block[0] > 1 and not self.stochastic_rounding
+
+    def prepared(self, x: Float[jax.Array, "*dims"], dims: Dims) -> Float[jax.Array, "*padded"]:
+        """Returns the float32 values that codes and scales stand for: rotated, or as they are."""
+        is_rotated = self.rotation and dims.contract
+        return nvfp4.rotated(x, dims.contract[-1]) if is_rotated else x.astype(jnp.float32)
+
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+        block = self.block_of(dims)
+        axis = dims.contract[-1] if self.rotation and dims.contract else None
+        x = x if axis is None else nvfp4.filled(x, axis)
+        bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
+        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
+        return QTensor(codes, block_scale, self, block, tensor_scale)
 
 
 def quantized(quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any) -> Any:

@@ -8,9 +8,15 @@ from typing import Any
 from fp8flax._core.formats import Format
 from fp8flax._core.names import ROLES
 from fp8flax._core.options import check_bool, check_choice
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, Quantizer
+from fp8flax._core.quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
-QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
+QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer, NVFP4Quantizer)
 
 _FAST_FORWARD = ("fast", "exact", "exact")
 """The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
@@ -42,7 +48,7 @@ class GemmRecipe:
 
     Raises:
         TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
-        ValueError: ``accumulation`` is not one of the three words.
+        ValueError: ``accumulation`` is not one of the three words, or a single operand is rotated.
 
     Example:
         >>> import fp8flax as fp8
@@ -61,14 +67,19 @@ class GemmRecipe:
             value = getattr(self, name)
             if value is not None and type(value) not in QUANTIZERS:
                 raise TypeError(
-                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
-                    f"(stay wide); got {value!r}."
+                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer, an "
+                    f"NVFP4Quantizer or None (stay wide); got {value!r}."
                 )
+        if getattr(self.lhs, "rotation", False) != getattr(self.rhs, "rotation", False):
+            raise ValueError(
+                "Both operands of a GEMM must be rotated, or none: otherwise the product would be another "
+                f"one. Give both an NVFP4Quantizer with the same rotation; got {self.lhs} and {self.rhs}."
+            )
         check_choice("accumulation", self.accumulation, ("fast", "exact", "default"))
 
 
 class Recipe:
-    """Base class of the five recipes, which say how an FP8 op scales its tensors.
+    """Base class of the six recipes, which say how an FP8 op scales its tensors.
 
     To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
 
@@ -170,6 +181,11 @@ class CustomRecipe(Recipe):
     def quantizers(self) -> tuple[Quantizer | None, ...]:
         """Returns the quantizers of all six operands, GEMM by GEMM."""
         return tuple(q for gemm in (self.forward, self.dgrad, self.wgrad) for q in (gemm.lhs, gemm.rhs))
+
+    @property
+    def is_random(self) -> bool:
+        """Returns whether a quantizer rounds stochastically, and needs a random key."""
+        return any(isinstance(q, NVFP4Quantizer) and q.stochastic_rounding for q in self.quantizers)
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
@@ -352,11 +368,72 @@ class Float8BlockScaling(Recipe):
         return x, dataclasses.replace(x, block=(128, 128))
 
 
-_RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4 recipe: 4-bit values, an e4m3 scale per 16 of them, and a float32 scale per tensor.
+
+    There is no scaling state. A kernel has blocks of 16×16 values, and is quantized once. Inputs and output
+    gradients are quantized for each of their two GEMMs, from the wide tensor, in blocks of 1×16 along the
+    contraction. For the gradient of the kernel they are rotated first, so that outliers spread. Output
+    gradients are rounded stochastically, because rounding to the nearest would bias small gradients.
+
+    Stochastic rounding needs a random key, named ``fp8``, when gradients are computed. In Linen pass it at
+    each step, as for dropout: ``model.apply(variables, x, rngs={"fp8": key})``. ``nn.scan`` and ``nn.vmap``
+    take it in ``split_rngs={"params": True, "fp8": True}``. In NNX give ``rngs=nnx.Rngs(fp8=seed)`` to each
+    op, or to ``quantize_model``. Equal keys give equal gradients. Inside ``jax.shard_map`` each device
+    draws its own numbers; with ``check_vma=False`` fold its index into the key.
+
+    Keep embeddings, the last layer, the products of attention, and some of the first and last blocks in a
+    wider dtype, as published: ``quantize_model(model, exclude=…)``.
+
+    Attributes:
+        disable_rht: whether tensors are not rotated.
+        disable_stochastic_rounding: whether output gradients are rounded to the nearest. No key is needed.
+        disable_2d_quantization: whether kernels, too, have blocks of 1×16, and are quantized twice.
+
+    Raises:
+        TypeError: a field is not a bool.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> gemms = fp8.NVFP4BlockScaling().gemms
+        >>> gemms.wgrad.lhs.rotation, gemms.wgrad.rhs.stochastic_rounding, gemms.dgrad.rhs.block
+        (True, True, (16, 16))
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv:2509.25149; Transformer
+    Engine, ``NVFP4BlockScaling``.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_bool(field.name, getattr(self, field.name))
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """Returns the recipe as a ``CustomRecipe``."""
+        x = NVFP4Quantizer()
+        w = NVFP4Quantizer(block=(1, 16) if self.disable_2d_quantization else (16, 16))
+        g = NVFP4Quantizer(stochastic_rounding=not self.disable_stochastic_rounding)
+        xt, gt = (dataclasses.replace(q, rotation=not self.disable_rht) for q in (x, g))
+        return CustomRecipe(
+            forward=GemmRecipe(lhs=x, rhs=w),
+            dgrad=GemmRecipe(lhs=g, rhs=w),
+            wgrad=GemmRecipe(lhs=xt, rhs=gt),
+        )
+
+
+_RECIPES = (
+    *(DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling),
+    *(NVFP4BlockScaling, CustomRecipe),
+)
 
 
 def check_recipe(recipe: Any) -> CustomRecipe:
-    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the five."""
+    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the six."""
     # A subclass could add fields that jit's cache key does not compare.
     if type(recipe) not in _RECIPES:
         raise TypeError(

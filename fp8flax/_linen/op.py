@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core import DenyList
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import calls_of
@@ -35,6 +35,9 @@ class Fp8Op(OpBase, nn.Module):
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)
+
+    def _key(self) -> jax.Array | None:
+        return self.make_rng(RNG) if self.has_rng(RNG) else None
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Declares one variable of the state, and returns its value and its path."""

@@ -31,6 +31,7 @@ def quantize_model(
     products: bool = False,
     allow_unmatched: bool = False,
     form: str = "direct",
+    rngs: Any = None,
 ) -> Any:
     """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
@@ -88,6 +89,8 @@ def quantize_model(
             or an earlier rule matches first. By default such a pattern is an error.
         form: form of the matmuls: ``"direct"``, or ``"qdq"``, which takes ``DelayedScaling``, can be
             differentiated twice and is never faster; see ``Fp8DotGeneralOp``. Convolutions have one form.
+        rngs: for an NNX model and a recipe with stochastic rounding: ``nnx.Rngs(fp8=seed)``, of which each
+            op takes a stream. (A Linen model gets ``rngs={"fp8": key}`` in ``apply``.)
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel. A kernel in another collection
             than ``params`` counts as an activation.
@@ -137,13 +140,14 @@ def quantize_model(
         form=form,
     )
     if is_nnx(model):
-        return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options)
+        return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options, rngs)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
         raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
-    if inputs:
+    if inputs or rngs is not None:
         raise TypeError(
-            f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them."
+            f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them. (Its "
+            "apply gets rngs.)"
         )
     if model.scope is not None:
         raise ValueError(

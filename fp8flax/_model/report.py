@@ -16,6 +16,7 @@ from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import GemmSizes
 from fp8flax._core.ops.row import row_of
 from fp8flax._core.options import wrong_model
+from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._model.converted_call import Call
@@ -35,6 +36,7 @@ class Row:
         count: how often it is computed in one forward pass.
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
         reason: the rule that converts it, or the reason why it is not converted.
+        is_fp4: whether its recipe multiplies in FP4 in the forward pass.
         flops: FLOPs of all its computations in one forward pass.
     """
 
@@ -48,6 +50,7 @@ class Row:
     converted: bool
     reason: str
     flops: int
+    is_fp4: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,10 @@ class ModelReport:
         for row in self.rows:
             name = (row.kernel or "-").removeprefix(f"{row.path}/" if row.path else "")
             sizes = [row.batch] * (row.batch != 1) + [row.m, row.k, row.n]
-            share, is_fp8 = f"{100 * row.flops / total:.1f}", "FP8" if row.converted else "no"
-            sizes_text = "×".join(map(str, sizes))
+            share, sizes_text = f"{100 * row.flops / total:.1f}", "×".join(map(str, sizes))
+            dtype = "FP4" if row.is_fp4 else "FP8" if row.converted else "no"
             rows.append(
-                (row.path or "(the model)", name, sizes_text, str(row.count), share, is_fp8, row.reason)
+                (row.path or "(the model)", name, sizes_text, str(row.count), share, dtype, row.reason)
             )
         header = ("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "why")
         lines = [
@@ -163,7 +166,8 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
     for (key, sizes), count in counts.items():
         site = decided[key]
         converted, reason = site.converts, site.reason
-        if converted and recipe_in_use(site.recipe, DelayedScaling()) is None:
+        recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
+        if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         rows.append(
             Row(
@@ -174,6 +178,7 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
                 converted=converted,
                 reason=reason,
                 flops=count * sizes.flops,
+                is_fp4=recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer),
             )
         )
     return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

@@ -22,7 +22,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.ops.dot_general import packed_kernel
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer
+from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
@@ -166,6 +166,8 @@ def _why_wide(
     """
     if gemms.forward.rhs is None or found.kernel is None:
         return ""
+    if isinstance(gemms.forward.rhs, NVFP4Quantizer):
+        return "freeze does not store NVFP4"
     if found.plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:

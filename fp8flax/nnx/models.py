@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.names import NOT_CONVERTED
+from fp8flax._core.names import NOT_CONVERTED, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
@@ -232,7 +232,7 @@ class DryRun:
         return site.scope
 
 
-def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
+def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
     if converted := ["/".join(path) for path, op in given.items() if op._reason]:
@@ -250,7 +250,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
         if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
         if site.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(site, options)))
+            setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
             if site.name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
@@ -263,13 +263,16 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules) -> Any:
     return copy
 
 
-def _new_op(site: Site, options: Rules) -> Fp8Op:
+def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
-    form = {"form": options.form} if row.has_form else {}
+    form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
     op._reason = site.reason
+    in_use = op._recipe_in_use()
+    if rngs is not None and in_use is not None and in_use.gemms.is_random:
+        op.rngs = rngs[RNG].split(site.stacked) if site.stacked else rngs[RNG].fork()
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8flax._compat.traces import unwatched
-from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
@@ -52,13 +52,21 @@ except ValueError:
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    def __init__(self, *, recipe: Recipe | None = None):
-        self._set_up(recipe)
+    def __init__(self, *, recipe: Recipe | None = None, rngs: nnx.Rngs | None = None):
+        self._set_up(recipe, rngs=rngs)
 
-    def _set_up(self, recipe: Recipe | None, *, form: str = "direct", kernel: tuple[int, ...] = ()) -> None:
+    def _set_up(
+        self,
+        recipe: Recipe | None,
+        *,
+        form: str = "direct",
+        kernel: tuple[int, ...] = (),
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
         """Sets the options, and makes the state for a kernel of this shape.
 
-        An op without stacked roles has the same state for all kernels.
+        An op without stacked roles has the same state for all kernels. If its recipe rounds stochastically,
+        it gets a stream of random keys from ``rngs``.
         """
         self.recipe, self.form = recipe, form
         self._check_options()
@@ -69,6 +77,8 @@ class Fp8Op(OpBase, nnx.Module):
         in_use = self._recipe_in_use()
         if in_use is None:  # FP8 is switched off
             return
+        if in_use.gemms.is_random and rngs is not None:
+            self.rngs = rngs[RNG].fork()
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
 
@@ -87,6 +97,10 @@ class Fp8Op(OpBase, nnx.Module):
                 "state and get their paths."
             )
         return tuple(self._scope.split("/")) if self._scope else (type(self).__name__,)
+
+    def _key(self) -> jax.Array | None:
+        stream = getattr(self, "rngs", None)
+        return None if stream is None else stream()
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
@@ -114,6 +128,8 @@ class Fp8DotGeneralOp(Fp8Op):
     Args:
         recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
         form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
+        rngs: random numbers for a recipe with stochastic rounding: the op takes a stream of its own from
+            the stream ``fp8``, or ``default``.
 
     Example:
         >>> from flax import nnx
@@ -126,8 +142,8 @@ class Fp8DotGeneralOp(Fp8Op):
     row = DotGeneral
     __call__ = DotGeneral.__call__
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
-        self._set_up(recipe, form=form)
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
+        self._set_up(recipe, form=form, rngs=rngs)
 
 
 class Fp8Einsum(Fp8Op):
@@ -143,8 +159,8 @@ class Fp8Einsum(Fp8Op):
     row = Einsum
     __call__ = Einsum.__call__
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
-        self._set_up(recipe, form=form)
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
+        self._set_up(recipe, form=form, rngs=rngs)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):

@@ -150,6 +150,30 @@ def test_blackwell_under_vmap():
     assert [(g.backend, g.is_fp8) for g in report.gemms] == [("cuDNN", True)] * 2
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize(("target", "num_fp4"), [("b200", 3), ("rtx5090", 3), ("h200", 0)])
+def test_nvfp4(target, num_fp4):
+    """Blackwell multiplies FP4. Two passes over a tensor make its codes, also those of the rotated one."""
+
+    def step(x, w, g, key):
+        dot = partial(fp8_dot_general, recipe=fp8.NVFP4BlockScaling(), key=key)
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
+        return y, vjp(g)
+
+    args = struct(8192, 4096), struct(4096, 4096), struct(8192, 4096), jax.random.key(0)
+    report = fp8.audit(step, *args, target=target)
+    assert [report.num_fp4_gemms, report.num_fp8_gemms, report.num_gemms] == [num_fp4, 0, 3]
+    if num_fp4:
+        assert {g.backend for g in report.gemms} == {"cuDNN"}
+        assert report.other_bytes < 1310 * MIB  # 320 of them for the scales of the tensors
+        assert report.num_kernels <= 64
+    else:
+        assert {(g.lhs_dtype, *g.fp8_sources) for g in report.gemms} == {
+            ("bfloat16", *["float4_e2m1fn"] * 2)
+        }
+        assert all("these codes and scales" in g.reason for g in report.gemms)
+
+
 def test_what_the_user_keeps_wide_is_said():
     recipe = fp8.Float8CurrentScaling(high_precision_wgrad=True)
     step, *args = dense_step(64, 32, 48, partial(fp8.Fp8DotGeneralOp, recipe=recipe))

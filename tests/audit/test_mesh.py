@@ -188,7 +188,7 @@ def test_fewer_blocks_than_gpus():
     args = on(mesh, struct(64, 512), "data"), on(mesh, struct(512, 64), "data")
     reasons = {gemm.reason for gemm in fp8.audit(partial(step, op=op), *args, target=mesh).gemms}
     assert reasons == {
-        "nothing here multiplies FP8 with these scales: the same values, multiplied in bfloat16"
+        "nothing here multiplies these codes and scales: the same values, multiplied in bfloat16"
     }
 
 

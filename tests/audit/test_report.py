@@ -113,3 +113,17 @@ def test_predicted_time():
         parts = [seconds, MIB / 2 / bandwidth, 21 * 3e-6]
         assert list(predicted.values()) == pytest.approx([*parts, sum(parts)])
         assert list(predicted) == ["GEMMs", "other kernels", "launches", "total"]
+
+
+def test_fp4():
+    in_fp4 = dataclasses.replace(GEMM, is_fp8=False, is_fp4=True, backend="cuDNN", accumulation="default")
+    report = dataclasses.replace(REPORT, gemms=(in_fp4, GEMM, GEMM), target="b200")
+    assert (report.num_fp4_gemms, report.num_fp8_gemms) == (1, 2)
+    assert "2 of 3 GEMMs run in FP8 (66.7 % of their FLOPs), 1 in FP4 (33.3 %), on" in report.summary
+    assert [line.split()[-1] for line in str(report).splitlines()[2:5]] == ["FP4", "FP8", "FP8"]
+    large = dataclasses.replace(in_fp4, m=2**14, k=2**14, n=2**14, bytes=1)
+    times = [
+        dataclasses.replace(report, gemms=(gemm,)).predicted_seconds["GEMMs"]
+        for gemm in (large, dataclasses.replace(large, is_fp4=False, is_fp8=True))
+    ]
+    assert 1.9 < times[1] / times[0] < 2.1

@@ -12,6 +12,7 @@ decides how the products with the kernels of experts run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import string
 from collections.abc import Callable
@@ -44,7 +45,6 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_W
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
-from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.scaling import apply_scales
 
 _ALGORITHMS = {
@@ -163,7 +163,10 @@ def _dot(
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
-    """Returns ``out``, the product of the codes, times the scales of both operands, in ``out_dtype``."""
+    """Returns ``out`` times the scales of both operands that multiply the result, in ``out_dtype``.
+
+    With scales per block, ``out`` is the product of codes and these scales.
+    """
     a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
     b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
     # XLA would multiply constant scales (of a closed-over model) with each other, and could overflow.
@@ -177,7 +180,8 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
 
 def _as_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.Array:
     """Returns the scales of an operand in the dimensions of the result: batch, free left, free right."""
-    scale = x.scale.astype(jnp.float32)
+    scale = x.tensor_scale if x.block else x.scale
+    scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     if not scale.ndim:
         return scale
     num_free = len(dims.free)
@@ -307,16 +311,20 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        # All arrays of an operand come from one tensor, so all are batched or none is.
-        of_a, of_b = (jax.tree.leaves(x)[0] for x in is_batched)
         (contract_a, contract_b), (batch, _) = gemm.dims
         place = gemm.num_batch
-        if of_b or a.quantizer.block[0] > 1:  # otherwise each row has its own scales
-            a, b = (
-                x if has_batch else jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), x)
-                for x, has_batch in ((a, of_a), (b, of_b))
+
+        def batched(x: QTensor, flags: QTensor) -> QTensor:
+            # If only a key of stochastic rounding is batched, the scale of the tensor is not.
+            return jax.tree.map(
+                lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags
             )
-            place, batch, b = 0, (*batch, len(batch)), _with_batch(b, 0)
+
+        a = batched(a, is_batched[0])
+        if any(jax.tree.leaves(is_batched[1])) or a.quantizer.block[0] > 1:
+            # Otherwise each row has its own scales.
+            b = _with_batch(batched(b, is_batched[1]), 0)
+            place, batch = 0, (*batch, len(batch))
             contract_b = tuple(i + 1 for i in contract_b)
         dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
         return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
@@ -328,11 +336,23 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 def _with_batch(x: QTensor, place: int) -> QTensor:
     """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
-    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]))
+    of_tensor = x.tensor_scale
+    if of_tensor is not None:
+        if of_tensor.ndim == 1:  # one scalar for each tensor of the batch
+            of_tensor = lax.expand_dims(of_tensor, range(1, codes.ndim))
+        of_tensor = jnp.moveaxis(of_tensor, 0, place)
+    return QTensor(codes, scale, x.quantizer, (*x.block[:place], 1, *x.block[place:]), of_tensor)
 
 
 def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies operands with scales per block, in the way of the device that the program is for."""
+    if a.tensor_scale is not None or b.tensor_scale is not None:
+        # The scales of tensors multiply the result. So bfloat16 holds the operands exactly, and parts of an
+        # operand on several devices have scales per block alone.
+        keeps_dtype = gemm.out_dtype == jnp.bfloat16 and compute_capability()
+        sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
+        of_blocks = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
+        return _scaled(gemm, _blocks_of(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
     reference = partial(_dequantized, gemm, sum_dtype_of(gemm.out_dtype))
     if not compute_capability():
         return lax.platform_dependent(a, b, cuda=partial(_in_bfloat16, gemm), default=reference)
@@ -378,12 +398,12 @@ def _in_bfloat16(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
 
 def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns; repeats coarser scales."""
+    """Multiplies in Blackwell's units: a scale per 32 columns, 16 of NVFP4. Repeats coarser scales."""
 
     def operand(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array]:
         codes, scale, height = _as_matrices(x, dims)
-        scale = jnp.repeat(scale.astype(jnp.float8_e8m0fnu), height, axis=1)
-        return codes, jnp.repeat(scale, x.quantizer.block[1] // MX_COLUMNS, axis=2)
+        scale = jnp.repeat(scale.astype(x.quantizer.scale_dtype), height, axis=1)
+        return codes, jnp.repeat(scale, x.quantizer.block[1] // x.quantizer.unit_columns, axis=2)
 
     (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype

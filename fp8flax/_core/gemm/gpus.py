@@ -13,7 +13,7 @@ import jax
 
 from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantizers import MX_COLUMNS, BlockQuantizer
+from fp8flax._core.quantizers import InBlocks
 from fp8flax._core.recipes import GemmRecipe
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
@@ -45,6 +45,8 @@ class Gpu:
     """FLOP/s that large matmuls reach: 80 % of the published peak with float32 accumulation."""
     fp8: float
     """FLOP/s in FP8: 71 % of the peak; 0 without FP8 units. Both percentages are what an H200 reaches."""
+    fp4: float = 0.0
+    """FLOP/s in FP4: 71 % of the peak; 0 without FP4 units."""
     fpus_per_core: int = 128
     threads_per_core: int = 2048
     shared_memory_per_block: int = 232_448
@@ -125,6 +127,21 @@ GPUS = {
         bandwidth=8_000_000_000_000,
         bf16=1800e12,
         fp8=3190e12,
+        fp4=6390e12,
+    ),
+    "rtx5090": dataclasses.replace(
+        _L40S,
+        name="NVIDIA GeForce RTX 5090",
+        compute_capability=12.0,
+        pallas_name=None,
+        cores=170,
+        clock_ghz=2.407,
+        memory=34_190_917_632,
+        l2_cache=100_663_296,
+        bandwidth=1_792_000_000_000,
+        bf16=168e12,
+        fp8=297e12,
+        fp4=1190e12,
     ),
 }
 
@@ -206,16 +223,18 @@ def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
     return {lhs, rhs} <= OCP_DTYPES and (lhs == rhs or jax.__version_info__ >= (0, 11))
 
 
-def has_units_for_blocks(lhs: BlockQuantizer, rhs: BlockQuantizer, capability: float) -> bool:
-    """Returns whether a GPU multiplies operands with scales per block in FP8 units, if the shapes fit.
+def has_units_for_blocks(lhs: InBlocks, rhs: InBlocks, capability: float) -> bool:
+    """Returns whether a GPU multiplies operands with scales per block in its units, if the shapes fit.
 
-    Blackwell has units for scales that are powers of two, in blocks of equal width, but not for e5m2 times
-    e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128 columns.
+    Blackwell has units for NVFP4, and for scales that are powers of two, in blocks of equal width, but not
+    for e5m2 times e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128
+    columns.
     """
     if capability >= NATIVE_MX:
         is_exact = lhs.is_exact_in_bfloat16 and rhs.is_exact_in_bfloat16
-        is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % MX_COLUMNS == 0
-        return is_exact and is_wide_enough and {lhs.dtype, rhs.dtype} != {E5M2}
+        is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % lhs.unit_columns == 0
+        is_one_format = lhs.unit_columns == rhs.unit_columns
+        return is_exact and is_wide_enough and is_one_format and {lhs.dtype, rhs.dtype} != {E5M2}
     has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
@@ -225,9 +244,9 @@ def _has_units(gemm: GemmRecipe, capability: float) -> bool:
     lhs, rhs = gemm.lhs, gemm.rhs
     if lhs is None or rhs is None:
         return True
-    if isinstance(lhs, BlockQuantizer) and isinstance(rhs, BlockQuantizer):
+    if isinstance(lhs, InBlocks) and isinstance(rhs, InBlocks):
         return has_units_for_blocks(lhs, rhs, capability)
-    has_blocks = isinstance(lhs, BlockQuantizer) or isinstance(rhs, BlockQuantizer)
+    has_blocks = isinstance(lhs, InBlocks) or isinstance(rhs, InBlocks)
     return not has_blocks and {lhs.dtype, rhs.dtype} <= OCP_DTYPES
 
 

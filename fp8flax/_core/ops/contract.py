@@ -39,17 +39,18 @@ from fp8flax._core.names import (
     KERNEL_FORWARD_NAME,
     OUTPUT_NAME,
     RESIDUAL_NAMES,
+    ROLES,
     WGRAD,
 )
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer, quantized
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 
-_INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
+_INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
 
 Scales = dict[str, jax.Array]
 """The float32 scale of each tensor with delayed scaling, by role."""
@@ -92,6 +93,8 @@ class Contraction:
     out_sharding: Any = None
     precision: Any = None
     """The precision that the caller asks for, as ``lax`` writes it."""
+    key: Any = None
+    """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
 
     @property
     def dims(self) -> dict[str, tuple[Dims, Dims]]:
@@ -233,7 +236,8 @@ def quantized_twice(
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         return *_in_blocks(plan, role, one, x), {}
-    x = inf_to_nan(x) if role == "output_grad" else x
+    if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
+        x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)
     if one != other or (one is not None and not one.serves_both):
         second = _cast(plan, role, 1, x, scales)
@@ -254,7 +258,10 @@ def quantized_twice(
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    return no_derivative(lambda x, scale: quantized(quantizer, x, dims, scale))(x, scales.get(role))
+    given = scales.get(role)
+    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
+        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
+    return no_derivative(lambda x, given: quantized(quantizer, x, dims, given))(x, given)
 
 
 def _in_blocks(plan: Contraction, role: str, quantizer: BlockQuantizer, x: jax.Array) -> tuple[Any, Any]:
@@ -290,8 +297,9 @@ def _named(role: str, operand: QTensor) -> QTensor:
     """
     bits, name = operand.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
     is_delayed = isinstance(operand.quantizer, DelayedQuantizer)
-    scale: Any = None if is_delayed else checkpoint_name(bits.scale, _SCALING_NAME)
-    return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name), scale=scale)
+    scales: Any = named_scaling((None if is_delayed else bits.scale, bits.tensor_scale))
+    codes = checkpoint_name(bits.codes, name)
+    return dataclasses.replace(bits, codes=codes, scale=scales[0], tensor_scale=scales[1])
 
 
 def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
@@ -312,8 +320,12 @@ def on_automatic_axes(plan: Contraction, f: Any, out_sharding: Any) -> Any:
     mesh = plan.lhs.sharding.mesh
     out_sharding = NamedSharding(mesh, PartitionSpec()) if out_sharding is None else out_sharding
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
-    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None))
-    return jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
+
+    def inner(key: Any, *args: Any) -> Any:
+        return f(dataclasses.replace(plan, lhs=lhs, rhs=rhs, out_sharding=None, key=key), *args)
+
+    run = jax.sharding.auto_axes(inner, axes=explicit_axes(mesh), out_sharding=out_sharding)
+    return partial(run, plan.key)
 
 
 def explicit_sharding(x: Any) -> Any:

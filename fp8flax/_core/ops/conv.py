@@ -97,6 +97,7 @@ def fp8_conv_general_dilated(
     *arguments: Any,
     states: States = STATELESS,
     recipe: Recipe,
+    key: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Computes ``Conv`` in FP8; ``modes.run`` explains the last arguments.
 
@@ -137,7 +138,8 @@ def fp8_conv_general_dilated(
     # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
     contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
     dims = contract, ((), ())
-    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, states=states, recipe=recipe)
+    keywords: Any = {"states": states, "recipe": recipe, "key": key}
+    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, **keywords)
     return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
 
 

@@ -27,7 +27,7 @@ from fp8flax._core.ops.contract import (
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, Quantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, Quantizer, quantized
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -88,7 +88,14 @@ def _dot_general_with_precision_jvp(
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
 
-@jax.tree_util.register_static
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key"],
+    meta_fields=[
+        *(f.name for f in dataclasses.fields(Contraction) if f.name != "key"),
+        "dimension_numbers",
+    ],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotContraction(Contraction):
     """The three products of ``lax.dot_general``."""
@@ -99,7 +106,7 @@ class DotContraction(Contraction):
     def form(self) -> Canonical:
         """The canonical form of the contraction."""
         quantizers = self.recipe.quantizers
-        blocks = {n for q in quantizers if isinstance(q, BlockQuantizer) for n in q.block}
+        blocks = {n for q in quantizers if isinstance(q, InBlocks) for n in q.block}
         return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
 
     @property
@@ -180,6 +187,7 @@ def dot_plan(
     *,
     recipe: CustomRecipe,
     out_sharding: Any = None,
+    key: Any = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
     dot = partial(
@@ -198,6 +206,7 @@ def dot_plan(
         out_sharding=out.sharding,
         precision=None if precision is None else params["precision"],
         dimension_numbers=params["dimension_numbers"],
+        key=key,
     )
 
 
@@ -232,6 +241,7 @@ def fp8_dot_general(
     recipe: Recipe,
     form: str = "direct",
     input_scale: jax.Array | None = None,
+    key: Any = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
@@ -242,7 +252,7 @@ def fp8_dot_general(
     wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs
     lhs, wide = check_operands(lhs, wide, preferred_element_type)
     arguments = dimension_numbers, precision, preferred_element_type
-    make_plan = dot_plan if form == "direct" else _qdq_plan
+    make_plan = partial(dot_plan, key=key) if form == "direct" else _qdq_plan
     plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
     kernel = rhs if isinstance(rhs, QTensor) else wide
     return run(plan, lhs, kernel, states=states, input_scale=input_scale)

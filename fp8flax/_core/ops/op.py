@@ -58,8 +58,8 @@ class Op:
     in_fp8: ClassVar[Callable[..., jax.Array]]
     """``in_fp8(lhs, rhs, *arguments, states=, recipe=)`` computes the op in FP8.
 
-    See ``modes.run``. It also takes ``form=`` if the op ``has_form``, and a stored kernel as ``rhs`` if it
-    has a ``plan``."""
+    See ``modes.run``. It also takes a random ``key=`` if the recipe ``is_random``, ``form=`` if the op
+    ``has_form``, and a stored kernel as ``rhs`` if it has a ``plan``."""
     sizes: ClassVar[Callable[..., GemmSizes]]
     """``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the matmuls."""
     plan: ClassVar[Callable[..., Contraction] | None] = None
@@ -149,6 +149,10 @@ class OpBase:
         """Returns the path of the op in the model, under which ``statistics`` shows the op."""
         raise NotImplementedError
 
+    def _key(self) -> Any:
+        """Returns a new random key for stochastic rounding; None if the user gave none."""
+        raise NotImplementedError
+
     def _check_options(self) -> None:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
@@ -180,6 +184,8 @@ class OpBase:
             keywords["form"] = self.form
         states = self._states(recipe, jnp.shape(rhs))
         keywords |= {"states": states, "recipe": recipe}
+        if recipe.gemms.is_random:
+            keywords["key"] = self._key()
         with in_op(self._place):
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
         for state in states.values():

@@ -26,6 +26,7 @@ from fp8flax._core.ops.contract import (
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims
+from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
@@ -33,8 +34,8 @@ from fp8flax._core.shapes import Float, Integer
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["group_sizes"],
-    meta_fields=[field.name for field in dataclasses.fields(Contraction)],
+    data_fields=["group_sizes", "key"],
+    meta_fields=[field.name for field in dataclasses.fields(Contraction) if field.name != "key"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedContraction(Contraction):
@@ -109,6 +110,11 @@ def fp8_ragged_dot(
     In wgrad, a block of 128 rows with one scale may hold rows of several experts.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.gemms.quantizers):
+        raise ValueError(
+            "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
+            f"MXFP8BlockScaling(); got {recipe!r}."
+        )
     group_sizes = jnp.asarray(group_sizes)
     _check(lhs, rhs)
     out, params = traced(

@@ -1,0 +1,205 @@
+"""The arithmetic of NVFP4: its two scales, the rotation of its operands, and stochastic rounding."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from fp8flax._compat.choice_at_lowering import row_major
+from fp8flax._core.axes import manual_axes
+from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
+from fp8flax._core.quantize import quotient
+from fp8flax._core.scaling import finite_amax, is_usable
+from fp8flax._core.shapes import Float, Float32, UInt8
+
+GROUP = 16
+"""The number of contracted elements that share a scale, and that a rotation mixes."""
+
+_E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
+_LARGEST = np.finfo(np.float32).max
+_LARGEST_ENCODING = np.float32(2.0**117)
+"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
+is a normal number, also times the smallest scale of a block."""
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
+
+
+def _rotation() -> np.ndarray:
+    """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal."""
+    hadamard: np.ndarray = np.ones((1, 1))
+    for _ in range(4):
+        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    return np.diag(_SIGNS) @ hadamard / 4
+
+
+ROTATION = _rotation()
+
+
+def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
+    """Returns ``x``, in float32, with each 16 elements along an axis multiplied by the rotation.
+
+    Zeros fill up the last 16. If two operands of a product are rotated along the axis that the product sums
+    over, the product stays the same, since the matrix is orthogonal.
+    """
+    x = filled(x, axis)
+    matrix = np.float32(ROTATION)
+
+    def by_sum(groups: jax.Array) -> jax.Array:
+        dims = [*range(axis + 1), *range(axis + 3, x.ndim + 2)]
+        return jnp.sum(lax.expand_dims(groups, [axis + 2]) * lax.expand_dims(matrix, dims), axis=axis + 1)
+
+    def by_dot(groups: jax.Array) -> jax.Array:
+        out = lax.dot_general(groups, matrix, (((axis + 1,), (0,)), ((), ())), lax.Precision.HIGHEST)
+        return jnp.moveaxis(out, -1, axis + 1)
+
+    # XLA for GPUs fuses the sum into the pass that makes the codes; XLA for CPUs does not order a sum.
+    out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
+    return out.reshape(x.shape)
+
+
+def filled(x: Float[jax.Array, "*dims"], axis: int) -> Float[jax.Array, "*padded"]:
+    """Returns ``x`` with zeros at the end of an axis, up to a multiple of 16."""
+    return padded(x, [round_up(n, GROUP) if i == axis else n for i, n in enumerate(x.shape)])
+
+
+def _groups(x: jax.Array, axis: int) -> jax.Array:
+    """Splits a filled axis into groups of 16, in float32."""
+    shape = *x.shape[:axis], x.shape[axis] // GROUP, GROUP, *x.shape[axis + 1 :]
+    return x.reshape(shape).astype(jnp.float32)
+
+
+def _amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
+    groups = _groups(x, axis)
+    parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
+    for bit in (1, 2, 4):  # the fast Hadamard transform
+        parts = [parts[i ^ bit] - x if i & bit else x + parts[i ^ bit] for i, x in enumerate(parts)]
+    # Its last step would add and subtract: max(|a + b|, |a - b|) = |a| + |b|.
+    return functools.reduce(jnp.maximum, [abs(a) + abs(b) for a, b in zip(parts[:8], parts[8:])])
+
+
+def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
+    """Returns the amax of each block of a tensor, or of the tensor rotated along an axis; NaN stays NaN."""
+
+    def by_blocks(x: jax.Array) -> jax.Array:
+        blocks, within = split_blocks(x if axis is None else rotated(x, axis), block)
+        return jnp.max(jnp.abs(blocks), axis=within, keepdims=True, initial=0)
+
+    if axis is None:
+        return by_blocks(x)
+    amax: jax.Array = lax.platform_dependent(
+        x, cuda=partial(_amax_of_rotated, axis=axis), default=by_blocks
+    )
+    return amax
+
+
+def quantized(
+    x: Float[jax.Array, "*dims"],
+    block: tuple[int, ...],
+    rotate: int | None = None,
+    bits: UInt8[jax.Array, "*dims"] | None = None,
+) -> tuple[Any, Any, Any]:
+    """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
+
+    The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
+    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
+    largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
+    random bits. ``rotate`` is the axis along which ``x`` is rotated before.
+
+    Source: arXiv:2509.25149, appendix C.
+    """
+    # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
+    # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
+    of_block = row_major(lax.optimization_barrier(_amax_of_blocks(x, block, rotate)))
+    of_block = of_block.astype(jnp.float32)
+    amax = finite_amax(of_block)
+    usable = is_usable(amax)
+    encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
+    encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
+    tensor_scale = np.float32(1) / encoding
+    of_block = jnp.where(lax.is_finite(of_block), of_block, np.float32(np.nan))
+    of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
+    scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
+    wide = scale.astype(jnp.float32)
+    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program. The values of a block
+    # whose scale is zero are zero, and so are its codes.
+    factor = jnp.minimum(encoding / wide, _LARGEST)
+    factor = jnp.where(wide == 0, np.float32(0), factor)
+    x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
+    blocks, within = split_blocks(x, block)
+    values = lax.clamp(-_E2M1_MAX, blocks * factor, _E2M1_MAX)
+    if bits is not None:
+        values = _rounded_stochastically(values, split_blocks(bits, block)[0])
+    codes = row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block))
+    return codes, lax.squeeze(scale, within), tensor_scale
+
+
+def _rounded_stochastically(
+    x: Float32[jax.Array, "*dims"], bits: UInt8[jax.Array, "*dims"]
+) -> Float32[jax.Array, "*dims"]:
+    """Rounds values of at most 6 to one of the two neighbors in e2m1, the nearer one more often.
+
+    In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
+    random number below one step is added to these bits, which are then cut off. The middle of each 256th
+    part is taken as the random number, so that the mean has no bias. (Each value is used once. Otherwise
+    XLA for GPUs keeps the rotated tensor in float32.)
+    """
+    near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
+    random = bits.astype(jnp.uint16) * np.uint16(2) + np.uint16(1)
+    cut = lax.bitcast_convert_type((near + random) & np.uint16(0xFE00), jnp.float16)
+    return cut.astype(jnp.float32) * np.float32(2.0**14)
+
+
+def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
+    """Returns a random byte for each element of ``x``.
+
+    Inside ``jax.shard_map`` each device draws its own, over the axes that ``x`` varies over. Under
+    ``jax.vmap`` the elements of a batch of ``x`` have bytes of their own, also if they share the key.
+    """
+    if key is None:
+        raise ValueError(
+            "Stochastic rounding, by which NVFP4BlockScaling quantizes gradients, needs a random key named "
+            "'fp8', and there is none. In Linen pass model.apply(variables, x, rngs={'fp8': key}), with a "
+            "new key at each step, and name it in split_rngs={'fp8': True} of nn.scan and nn.vmap. In NNX "
+            "give rngs=nnx.Rngs(fp8=0) to the op or to quantize_model. Or set "
+            "disable_stochastic_rounding=True."
+        )
+    for axis in sorted(manual_axes(x)):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return _bits_like(key, x)
+
+
+@custom_vmap
+def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
+    """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
+
+    def bits(key: Any) -> jax.Array:
+        # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
+        shape = x.shape[num_batch:]
+        rows, *others = shape or (1,)
+        words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
+        parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
+        return jnp.stack(parts, 1).reshape(-1, *others)[:rows].reshape(shape)
+
+    num_batch = keys.ndim - (keys.dtype == np.uint32)  # the old kind of key is an array of uint32
+    for _ in range(num_batch):
+        bits = jax.vmap(bits)
+    return bits(keys)
+
+
+@_bits_like.def_vmap
+def _bits_like_rule(size: int, is_batched: Any, keys: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    """Draws for each element of the batch with its own key, or for all of them with the same key."""
+    keys_batched, x_batched = is_batched
+    if keys_batched:
+        return _bits_like(keys, x if x_batched else jnp.broadcast_to(x, (size, *x.shape))), True
+    place = keys.ndim - (keys.dtype == np.uint32)
+    return jnp.moveaxis(_bits_like(keys, jnp.moveaxis(x, 0, place)), place, 0), True
