@@ -17,7 +17,6 @@ DTYPES = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "F32": np.float32,
-    "BF16": ml_dtypes.bfloat16,
     "U8": np.uint8,
 }
 

@@ -271,6 +271,8 @@ class MoreDims(nn.Module):
 
 PART, READ = "its matmul does not multiply", "something else reads it"
 OF_PARTS = dict.fromkeys(("qkv", "layers", "gate", "up"), PART)
+ROTATING = fp8.NVFP4Quantizer(rotation=True)
+ROTATED = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=ROTATING, rhs=ROTATING))
 STAYS = {
     # The embedding is also the kernel of the logits.
     "tied": (TiedEmbedding(), "delayed", {"kernel"}, {"Embed_0/embedding": READ}),
@@ -283,6 +285,8 @@ STAYS = {
         set(),
         {"half": PART, "tied": READ, "scaled": PART, "read": READ},
     ),
+    "nvfp4": (nn.Dense(4), fp8.NVFP4BlockScaling(), set(), {"kernel": "NVFP4 is stored in groups of 16"}),
+    "rotated": (nn.Dense(4), ROTATED, set(), {"kernel": "its recipe rotates it"}),
 }
 
 
@@ -291,7 +295,7 @@ def test_what_stays_wide(name):
     """Codes are never taken for values: the logits are right, and a warning says why kernels stay wide."""
     model, recipe, expected, reasons = STAYS[name]
     x = normal(0, 4, 8)
-    model8, variables = trained(model, x, recipe=RECIPES[recipe])
+    model8, variables = trained(model, x, recipe=RECIPES.get(recipe, recipe))
     with pytest.warns(UserWarning, match="stay wide") as caught:
         _, served = frozen_alike(model8, variables, x)
     text = "".join(str(warning.message) for warning in caught)

@@ -142,6 +142,7 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
     def of_compressed_tensors(kind: str, **weights: Any) -> Callable[[Path], dict[str, torch.Tensor]]:
         return lambda folder: compressed_tensors(folder, kind, weights)
 
+    group_of_16: Any = {"num_bits": 4, "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
     return {
         "compressed_tensor": of_compressed_tensors("float-quantized", strategy="tensor"),
         "compressed_channel": of_compressed_tensors("float-quantized", strategy="channel"),
@@ -153,9 +154,7 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
             "mxfp8-quantized", strategy="group", group_size=32, scale_dtype=torch.uint8
         ),
         "compressed_nvfp4": of_compressed_tensors(
-            "nvfp4-pack-quantized",
-            **{"strategy": "tensor_group", "group_size": 16, "num_bits": 4},
-            scale_dtype=torch.float8_e4m3fn,
+            "nvfp4-pack-quantized", strategy="tensor_group", **group_of_16
         ),
         "transformers_block": lambda folder: finegrained(folder, weight_block_size=(16, 32)),
         "transformers_ue8m0": lambda folder: finegrained(
