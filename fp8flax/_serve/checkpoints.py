@@ -50,6 +50,7 @@ _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
 _NVFP4 = ("_packed", "_scale", "_global_scale")
 """Endings of the tensors of a weight in NVFP4: codes, scales of the blocks, and scale of the tensor."""
+_INPUT_OF_NVFP4 = "input_global_scale"
 _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
@@ -243,15 +244,16 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     for key, packed in tensors.items():
         name = key.removesuffix(_NVFP4[0])
         parts = [name + end for end in _NVFP4]
-        is_nvfp4 = name != key and packed.dtype == np.uint8 and all(part in tensors for part in parts)
-        if is_nvfp4 and tensors[parts[1]].dtype == np.dtype(jnp.float8_e4m3fn):
-            parts += [p for p in [name.removesuffix("weight") + "input_global_scale"] if p in tensors]
-            more = name, *(name + end for end in _BESIDE if end not in _NVFP4)
-            if wrong := [other for other in more if other in tensors]:
+        if name == key or packed.dtype != np.uint8 or not all(part in tensors for part in parts):
+            continue
+        if tensors[parts[1]].dtype == np.dtype(jnp.float8_e4m3fn):
+            others = name, *(name + end for end in _BESIDE if end not in _NVFP4)
+            if wrong := [other for other in others if other in tensors]:
                 raise ValueError(
                     f"{where}: {name!r} in NVFP4 also has {wrong[0]!r}, so codes times scales are not its "
                     "value. Such a file is not read."
                 )
+            parts += [part for part in [name.removesuffix("weight") + _INPUT_OF_NVFP4] if part in tensors]
             entries[name] = _nvfp4(where, name, *(tensors[part] for part in parts))
             for part in parts:
                 del entries[part]
@@ -259,7 +261,12 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _nvfp4(
-    where: Path, name: str, packed: np.ndarray, scale: np.ndarray, of_tensor: np.ndarray, *inputs: Any
+    where: Path,
+    name: str,
+    packed: np.ndarray,
+    scale: np.ndarray,
+    of_tensor: np.ndarray,
+    *inputs: np.ndarray,
 ) -> CheckpointTensor:
     """Returns the entry of a tensor in NVFP4; raises if its parts do not match."""
     *rest, last = scale.shape or (0,)
@@ -272,8 +279,9 @@ def _nvfp4(
             f"{of_tensor.dtype}{list(of_tensor.shape)}. Copy the file again."
         )
     with np.errstate(all="ignore"):  # a damaged scale may be zero
-        of_tensor, *inputs = (np.float32(1) / x for x in (of_tensor.reshape(*stack, 1, 1), *inputs))
-    return CheckpointTensor(packed, scale, (*(1,) * len(rest), 16), *(inputs or [None]), of_tensor)
+        factors = [np.float32(1) / x for x in (of_tensor.reshape(*stack, 1, 1), *inputs)]
+    block = (*(1,) * len(rest), 16)
+    return CheckpointTensor(packed, scale, block, factors[1] if inputs else None, factors[0])
 
 
 def _unpacked(packed: np.ndarray) -> np.ndarray:

@@ -279,10 +279,8 @@ def computed(
         )
     codes, scales = constant((codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).
-    scale, of_tensor = (
-        x if x is None or x.shape != (1,) else x.reshape(())
-        for x in (scales[KERNEL_SCALE], scales.get(KERNEL_TENSOR_SCALE))
-    )
-    kernel = QTensor(codes, scale, as_stored(gemms.forward.rhs), tensor_scale=of_tensor)
+    of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
+    quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
+    kernel = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
     input_scale = scales.get(INPUT_SCALE)
     return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, input_scale=input_scale, **keywords)

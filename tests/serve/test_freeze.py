@@ -63,11 +63,13 @@ def test_same_logits(name, recipe):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("recipe", "spec"), [("block128", P("x")), ("mxfp8", P(None, "x"))])
+@pytest.mark.parametrize(
+    ("recipe", "spec"), [("block128", P("x")), ("mxfp8", P(None, "x")), (fp8.NVFP4BlockScaling(), P("x"))]
+)
 def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
     """The codes are those of one device, sharded as the kernel; JAX derives no sharding of blocks."""
     x, model = normal(0, 8, 256), nn.Dense(256, use_bias=False)
-    model8 = fp8.quantize_model(model, RECIPES[recipe], include=".*")
+    model8 = fp8.quantize_model(model, RECIPES.get(recipe, recipe), include=".*")
     variables = variables_of(model8, x)
     _, expected = fp8.freeze(model8, variables)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))

@@ -32,14 +32,14 @@ def assert_as_in_file(weights, path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recipe", ["delayed", "block128"])
+@pytest.mark.parametrize("recipe", ["delayed", "block128", "nvfp4"])
 def test_bits_are_those_of_the_file(recipe, tmp_path):
     model8, variables, *frozen = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME)
     for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
         assert_as_in_file(weights, tmp_path / "a")
-    assert "model.heads_proj.weight" in weights
+    assert "model.heads_proj.bias" in weights
 
 
 def test_errors():

@@ -67,8 +67,7 @@ def quantized(net: Any, kind: str, weights: dict[str, Any]) -> Any:
             "channel": (1, columns),
             "block": weights.get("block_structure", (1, 1)),
             "group": (1, weights.get("group_size", 1)),
-            "tensor_group": (1, weights.get("group_size", 1)),
-        }[weights["strategy"]]
+        }[weights["strategy"].removeprefix("tensor_")]
         blocks = [b.abs().amax() for r in layer.weight.split(height) for b in r.split(width, 1)]
         amax = torch.stack(blocks).reshape(layer.weight_scale.shape)
         arguments = [-amax, amax, config.config_groups["group_0"].weights]
