@@ -21,7 +21,7 @@ from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, NVFP4Quantizer
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import freeze, front_of
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -251,10 +251,7 @@ def _merged(x: Any, groups: Groups) -> Any:
 
 def _packed(codes: Any) -> Any:
     """Returns 4-bit codes of NumPy or JAX in uint8, two neighbors in a byte, the first in its low bits."""
-    if isinstance(codes, np.ndarray):
-        bits = codes.view(np.uint8)
-    else:
-        bits = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.uint8)
+    bits = codes.view(np.uint8) if isinstance(codes, np.ndarray) else as_bytes(codes)
     pairs = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
 

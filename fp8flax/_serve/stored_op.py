@@ -215,14 +215,13 @@ def _stored(
         scales = {name: scale_of(delayed[name][0], state)[None] for name, state in states.items()}
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
         packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
-        bits = packed.as_bits().codes
-        moved = origin.into_parameter(bits.astype(jnp.uint8)).astype(bits.dtype)
+        moved = origin.into_parameter(as_bytes(packed.codes))
         scales[KERNEL_SCALE] = packed.scale
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
         scales = {name: x if x.ndim else x.reshape((1,)) for name, x in scales.items()}
-        return jax.lax.bitcast_convert_type(moved, packed.codes.dtype), scales
+        return _from_bytes(moved, packed.codes.dtype), scales
 
     for i, axis in reversed([*enumerate(stacked)]):  # states are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
@@ -238,6 +237,30 @@ def _stored(
     layout = (out, summed) if is_as_stored else None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
     return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
+
+
+def as_bytes(codes: jax.Array) -> jax.Array:
+    """Returns the bits of codes in uint8; those of 4-bit codes are the low ones.
+
+    The product of a 4-bit code and 2**-14 has in float16 the bits of the code: its sign first, and the
+    others from bit 9 on. (XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of
+    4-bit codes.)
+    """
+    if codes.dtype != jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    half = (codes.astype(jnp.float32) * np.float32(2.0**-14)).astype(jnp.float16)
+    bits = jax.lax.bitcast_convert_type(half, jnp.uint16) >> np.uint16(9)
+    return (bits & np.uint16(7) | bits >> np.uint16(3) & np.uint16(8)).astype(jnp.uint8)
+
+
+def _from_bytes(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the codes that ``as_bytes`` returned the bits of."""
+    if dtype != jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(bits, dtype)
+    bits = bits.astype(jnp.uint16)
+    half = (bits & np.uint16(7) | (bits & np.uint16(8)) << np.uint16(3)) << np.uint16(9)
+    half = jax.lax.bitcast_convert_type(half, jnp.float16)
+    return (half.astype(jnp.float32) * np.float32(2.0**14)).astype(dtype)
 
 
 # Computing.
