@@ -201,7 +201,7 @@ def _tensors_of(
         if array.dtype not in _NAMES:
             raise ValueError(
                 f"{place} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
-                "or convert it."
+                "or convert it. (NVFP4 kernels are held that a layer multiplies as they are.)"
             )
         found[name] = path, array
     return dict(sorted(found.items()))
