@@ -98,5 +98,8 @@ def state_leaf_names(role: str) -> tuple[str, str]:
     return role + SCALE, role + AMAX_HISTORY
 
 
+KERNEL_TENSOR_SCALE = "kernel_tensor_scale"
+"""The name of the variable with the scale of the tensor of a frozen NVFP4 kernel."""
+
 STATE_LEAF_NAMES = frozenset(name for role in ROLES for name in state_leaf_names(role))
 """The variable names of all roles."""

@@ -29,7 +29,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.traces import trace_behind, unwatched
-from fp8flax._core.names import BY_OP, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS, STATE_LEAF_NAMES
+from fp8flax._core.names import (
+    BY_OP,
+    KERNEL_TENSOR_SCALE,
+    NOT_CONVERTED,
+    OVERWRITE_WITH_GRADIENT,
+    PARAMS,
+    STATE_LEAF_NAMES,
+)
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import calls_of, having
@@ -234,7 +241,7 @@ def split(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
     """Returns variables with the arrays of ops moved to another collection."""
-    leaves = {*STATE_LEAF_NAMES, CODES}
+    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE, CODES}
     if here == PARAMS:
         leaves = {name.swapcase() for name in leaves}
     flat: dict[Path, Any] = {}

@@ -48,11 +48,15 @@ _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
 _BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
 """Endings of tensors beside a weight, with which codes times scales would not be its value."""
+_NVFP4 = ("_packed", "_scale", "_global_scale")
+"""Endings of the tensors of a weight in NVFP4: codes, scales of the blocks, and scale of the tensor."""
+_INPUT_OF_NVFP4 = "input_global_scale"
 _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
+_E2M1 = np.dtype(jnp.float4_e2m1fn)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
 
@@ -63,28 +67,47 @@ class CheckpointTensor(NamedTuple):
     size. It also lies on a device as a whole, and a file may be larger than the memory.
     """
 
-    codes: np.ndarray
+    in_file: np.ndarray
+    """The codes as the file has them. In NVFP4 there are two in a byte."""
     scale: np.ndarray
     block: tuple[int, ...]
     input_scale: np.ndarray | None
+    tensor_scale: np.ndarray | None = None
+
+    @property
+    def codes(self) -> np.ndarray:
+        """Returns the codes, such as ``(out, in)``."""
+        return self.in_file if self.tensor_scale is None else _unpacked(self.in_file)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Returns the dtype of the codes."""
+        return self.in_file.dtype if self.tensor_scale is None else _E2M1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the tensor."""
-        return self.codes.shape
+        shape = self.in_file.shape
+        return shape if self.tensor_scale is None else (*shape[:-1], 2 * shape[-1])
 
     def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
         """Returns codes times scales, computed in float32 (for float64 in float64), in ``dtype``."""
-        all_codes, scale = np.atleast_1d(self.codes, self.scale)
-        result = np.empty(all_codes.shape, dtype)
+        in_file, scale = np.atleast_1d(self.in_file, self.scale)
+        of_tensor = self.tensor_scale
+        result = np.empty(self.shape or (1,), dtype)
         wide = np.float64 if result.dtype == np.float64 else np.float32
         step = max(1, _SLAB // max(1, math.prod(self.shape[1:])))
         for start in range(0, len(result), step):
-            codes = all_codes[start : start + step]
+            codes = in_file[start : start + step]
+            if of_tensor is not None:
+                codes = _unpacked(codes)
             places = np.arange(start, start + len(codes)), *map(np.arange, self.shape[1:])
             scales = scale[np.ix_(*(at // width for at, width in zip(places, self.block or (1,))))]
             with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                result[start : start + step] = (codes.astype(wide) * scales.astype(wide)).astype(dtype)
+                values = codes.astype(wide) * scales.astype(wide)
+                if of_tensor is not None:
+                    values *= of_tensor[start if len(of_tensor) > 1 else 0 :][:step].astype(wide)
+                result[start : start + step] = values.astype(dtype)
         return result.reshape(self.shape)
 
 
@@ -97,14 +120,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     * ``scale``: the scales, one per block, with as many dimensions as the codes
     * ``block``: the size of a block in each dimension; the last block of a dimension may be smaller
     * ``input_scale``: the fixed scale of the layer's input, or None
+    * ``tensor_scale``: in NVFP4, what multiplies the scales of all blocks; otherwise None
     * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
     The scales are not listed under names of their own. All other tensors are NumPy arrays, also the parts
-    of int8, 4-bit and sparse weights. Arrays are read-only and mapped from the file, which must not change.
+    of int8, int4 and sparse weights. Arrays are read-only and mapped from the file, which must not change.
     They cost no memory before they are used.
 
     These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
-    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``. The
+    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
+    NVFP4 is read in the format of compressed-tensors, under the name ``<layer>.weight``; ``codes`` unpacks
+    its codes, one per byte, and the scales of the tensors are the reciprocals of those in the file. The
     shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along a dimension.
 
     Args:
@@ -215,7 +241,53 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         entries[name] = _quantized(where, name, codes, *(tensors[one] for one in used))
         for part in {key, *used} - {name}:
             entries.pop(part, None)
+    for key, packed in tensors.items():
+        name = key.removesuffix(_NVFP4[0])
+        parts = [name + end for end in _NVFP4]
+        if name == key or packed.dtype != np.uint8 or not all(part in tensors for part in parts):
+            continue
+        if tensors[parts[1]].dtype == np.dtype(jnp.float8_e4m3fn):
+            others = name, *(name + end for end in _BESIDE if end not in _NVFP4)
+            if wrong := [other for other in others if other in tensors]:
+                raise ValueError(
+                    f"{where}: {name!r} in NVFP4 also has {wrong[0]!r}, so codes times scales are not its "
+                    "value. Such a file is not read."
+                )
+            parts += [part for part in [name.removesuffix("weight") + _INPUT_OF_NVFP4] if part in tensors]
+            entries[name] = _nvfp4(where, name, *(tensors[part] for part in parts))
+            for part in parts:
+                del entries[part]
     return entries
+
+
+def _nvfp4(
+    where: Path,
+    name: str,
+    packed: np.ndarray,
+    scale: np.ndarray,
+    of_tensor: np.ndarray,
+    *inputs: np.ndarray,
+) -> CheckpointTensor:
+    """Returns the entry of a tensor in NVFP4; raises if its parts do not match."""
+    *rest, last = scale.shape or (0,)
+    *stack, _ = rest or [0]
+    is_right = len(rest) > 0 and packed.shape == (*rest, 8 * last) and of_tensor.size == math.prod(stack)
+    if not is_right or any(x.dtype != np.float32 for x in (of_tensor, *inputs)):
+        raise ValueError(
+            f"{where}: {name!r} in NVFP4 must have packed codes (..., out, in / 2), scales (..., out, in / "
+            f"16), and one float32 scale of the tensor; got {list(packed.shape)}, {list(scale.shape)} and "
+            f"{of_tensor.dtype}{list(of_tensor.shape)}. Copy the file again."
+        )
+    with np.errstate(all="ignore"):  # a damaged scale may be zero
+        factors = [np.float32(1) / x for x in (of_tensor.reshape(*stack, 1, 1), *inputs)]
+    block = (*(1,) * len(rest), 16)
+    return CheckpointTensor(packed, scale, block, factors[1] if inputs else None, factors[0])
+
+
+def _unpacked(packed: np.ndarray) -> np.ndarray:
+    """Returns the 4-bit codes, of which a byte has two, the first in its low bits."""
+    pairs = np.stack([packed & 15, packed >> 4], -1)
+    return pairs.reshape(*packed.shape[:-1], -1).view(_E2M1)
 
 
 def _quantized(

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fp8flax._core.names import PARAMS
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer
+from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
+from fp8flax._core.quantize import quotient
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, NVFP4Quantizer
 from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
 from fp8flax._serve.freeze import freeze, front_of
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -45,6 +46,9 @@ def save_safetensors(
     * ``<layer>.weight_scale_inv``: the scale for 128×128 blocks, ``(out / 128, in / 128)``. In spite of its
       name, it is a factor of the codes.
     * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
+    * in NVFP4, instead of these: ``<layer>.weight_packed``, ``(out, in / 2)``, two codes in a byte, the
+      first in the low bits; ``<layer>.weight_scale``, ``(out, in / 16)`` in e4m3; and
+      ``<layer>.weight_global_scale``, ``(1,)``, by which the scales are divided
 
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked have a leading dimension. All other variables keep their layout and
@@ -52,8 +56,10 @@ def save_safetensors(
     give equal files. ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
-    blocks, ``compressed-tensors`` for scales per tensor and per output feature. There is none for MXFP8,
-    for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one model.
+    blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is
+    none for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in one
+    model. The config for NVFP4 is that of quantized weights and wide inputs: servers quantize inputs with a
+    fixed scale of the tensor, and NVFP4BlockScaling with that of each call.
 
     Args:
         path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
@@ -176,6 +182,10 @@ def _tensors_of(
     for path, array in sorted(arrays.items()):
         (own_name, groups), place = in_file[path], "/".join(path)
         name, array = new_names[own_name], _merged(array, groups) if groups else array
+        if groups and array.dtype == jnp.float4_e2m1fn:
+            array = _packed(array)
+        if groups and path[-1] == KERNEL_TENSOR_SCALE:
+            array = _reciprocal(array)
         if _is_wide_kernel(path, array) and is_weight_name(name):
             if array.ndim != 2:
                 raise ValueError(
@@ -191,7 +201,7 @@ def _tensors_of(
         if array.dtype not in _NAMES:
             raise ValueError(
                 f"{place} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
-                "or convert it."
+                "or convert it. (NVFP4 kernels are held that a layer multiplies as they are.)"
             )
         found[name] = path, array
     return dict(sorted(found.items()))
@@ -211,10 +221,12 @@ def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple
         layer = ".".join(module if last == "kernel" and module else op.kernel)
         quantizer: Any = op.gemms.forward.rhs
         end, scale = "weight_scale", ((0,),) if quantizer.has_one_scale else op.layout
-        if isinstance(quantizer, BlockQuantizer):  # scales per block have a batch dimension of size 1
+        if isinstance(quantizer, InBlocks):  # scales per block have a batch dimension of size 1
             end, scale = "weight_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
-        found[PARAMS, *op.kernel] = f"{layer}.weight", op.layout
+        packed = "_packed" * isinstance(quantizer, NVFP4Quantizer)
+        found[PARAMS, *op.kernel] = f"{layer}.weight{packed}", op.layout
         found[PARAMS, *op.path, KERNEL_SCALE] = f"{layer}.{end}", scale
+        found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = f"{layer}.weight_global_scale", ((0,),)
         found[PARAMS, *op.path, INPUT_SCALE] = f"{layer}.{INPUT_SCALE}", ((0,),)
         if last == "kernel":
             features = tuple(range(len(op.layout[0])))
@@ -237,6 +249,18 @@ def _merged(x: Any, groups: Groups) -> Any:
     return x.reshape(shape)
 
 
+def _packed(codes: Any) -> Any:
+    """Returns 4-bit codes of NumPy or JAX in uint8, two neighbors in a byte, the first in its low bits."""
+    bits = codes.view(np.uint8) if isinstance(codes, np.ndarray) else as_bytes(codes)
+    pairs = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
+
+
+def _reciprocal(x: Any) -> Any:
+    """Returns ``1 / x`` of an array of NumPy or JAX with the same bits."""
+    return np.float32(1) / x if isinstance(x, np.ndarray) else quotient(jnp.ones_like(x), x)
+
+
 # Files.
 
 
@@ -251,6 +275,10 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None
+    if isinstance(rhs, NVFP4Quantizer) and (lhs is None or isinstance(lhs, NVFP4Quantizer)):
+        float4 = {"num_bits": 4, "type": "float", "symmetric": True}
+        weights = {**float4, "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+        return _compressed_tensors("nvfp4-pack-quantized", weights, None, wide_layers)
     used = [quantizer for quantizer in (lhs, rhs) if quantizer is not None]
     if any(quantizer.dtype != np.dtype(jnp.float8_e4m3fn) for quantizer in used):
         return None
@@ -269,9 +297,14 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     if lhs is not None:
         strategy = "tensor" if lhs.has_one_scale else "token"
         inputs = {**float8, "strategy": strategy, "dynamic": not isinstance(lhs, DelayedQuantizer)}
+    return _compressed_tensors("float-quantized", weights, inputs, wide_layers)
+
+
+def _compressed_tensors(kind: str, weights: Any, inputs: Any, wide_layers: Sequence[str]) -> dict[str, Any]:
+    """Returns the config of compressed-tensors for layers that are quantized alike."""
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": kind,
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}

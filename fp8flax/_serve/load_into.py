@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import PARAMS
+from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._model.quantize_model import is_nnx
@@ -22,13 +22,16 @@ from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path
 Makers = dict[Path, Callable[[], np.ndarray]]
 """By the path of each variable, a function that makes its array from the checkpoint."""
 
+_BLOCKS = {np.dtype(jnp.float8_e8m0fnu): (1, 32), np.dtype(jnp.float8_e4m3fn): (1, 16)}
+"""The blocks of a weight ``(out, in)`` whose scales have this dtype: MXFP8, NVFP4."""
+
 
 def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename | None = None) -> Any:
     """Returns the variables of a model with the values of a checkpoint.
 
     A wide variable gets the dequantized tensor in its own dtype. A kernel that ``freeze`` stored in FP8
     gets codes and scales bit for bit. The frozen model's recipe must be able to hold the scales of the
-    file: one per tensor, one per output feature, 128×128 blocks in float32, or MXFP8.
+    file: one per tensor, one per output feature, 128×128 blocks in float32, MXFP8, or NVFP4.
 
     A variable is found under the name that ``save_safetensors`` gives it, after ``rename``:
     ``params/Dense_0/kernel`` is ``Dense_0.weight`` or ``Dense_0.kernel``. A kernel is ``(out, in)`` in the
@@ -153,7 +156,7 @@ def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: R
 
 def _is_scale(path: Path) -> bool:
     """Returns whether a variable has the name of a scale of a frozen model."""
-    return path[-1] in (KERNEL_SCALE, INPUT_SCALE)
+    return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
 
 
 def _names(path: Path, leaf: Any) -> list[str]:
@@ -180,7 +183,7 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
         ValueError: the tensor does not have the shape, the dtype or the scales of the variables.
     """
     leaf, is_quantized = leaves[path], isinstance(tensor, CheckpointTensor)
-    is_wide, dtype = _is_wide(leaf.dtype), getattr(tensor.codes if is_quantized else tensor, "dtype", None)
+    is_wide, dtype = _is_wide(leaf.dtype), getattr(tensor, "dtype", None)
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     is_swapped = _is_swapped(path, leaf.shape, name, tensor)
@@ -211,7 +214,8 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
         if place[-1] == KERNEL_SCALE:
             given, scale = tensor.scale, _kernel_scale(tensor, leaf.shape, like)
         else:
-            given, size = tensor.input_scale, math.prod(like.shape)
+            given = tensor.input_scale if place[-1] == INPUT_SCALE else tensor.tensor_scale
+            size = math.prod(like.shape)
             scale = None if given is None or given.size != size else given.reshape(like.shape)
         if scale is None:
             raise ValueError(
@@ -283,7 +287,7 @@ def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) 
     """
     *stack, out, width = weight.shape
     num_summed = _num_summed(weight.shape, kernel)
-    rows, columns = (1, 32) if like.dtype.itemsize == 1 else (128, 128)
+    rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
     whole = max(1, out), max(1, width)
     # The shape of the frozen scale shows how many elements of the weight share a scale.
     kinds = (

@@ -8,6 +8,7 @@ the kernel, and it stays wide.
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.ops.dot_general import packed_kernel
+from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
+from fp8flax._core.nvfp4 import GROUP
+from fp8flax._core.ops.dot_general import as_stored, packed_kernel
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
@@ -166,14 +168,19 @@ def _why_wide(
     """
     if gemms.forward.rhs is None or found.kernel is None:
         return ""
-    if isinstance(gemms.forward.rhs, NVFP4Quantizer):
-        return "freeze does not store NVFP4"
     if found.plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
     if uses[found.kernel_paths[0]] > 1:
         return "something else reads it, or changes it"
+    if isinstance(quantizer := gemms.forward.rhs, NVFP4Quantizer):
+        if quantizer.rotation or quantizer.stochastic_rounding:
+            return "its recipe rotates it, or rounds it at random"
+        plan = found.plan(recipe=gemms)
+        (contract, _), _ = plan.dimension_numbers
+        if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
+            return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
     is_clear = len(_stacks(found, params[found.kernel_paths[0]])) == 1
     return None if is_clear else "its shape does not show along which axes loops stack it"
 
@@ -208,10 +215,13 @@ def _stored(
         scales = {name: scale_of(delayed[name][0], state)[None] for name, state in states.items()}
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
         packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
-        bits = origin.into_parameter(jax.lax.bitcast_convert_type(packed.codes, jnp.uint8))
+        moved = origin.into_parameter(as_bytes(packed.codes))
+        scales[KERNEL_SCALE] = packed.scale
+        if packed.tensor_scale is not None:
+            scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        scale = packed.scale if packed.scale.ndim else packed.scale.reshape((1,))
-        return jax.lax.bitcast_convert_type(bits, packed.codes.dtype), {**scales, KERNEL_SCALE: scale}
+        scales = {name: x if x.ndim else x.reshape((1,)) for name, x in scales.items()}
+        return _from_bytes(moved, packed.codes.dtype), scales
 
     for i, axis in reversed([*enumerate(stacked)]):  # states are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
@@ -227,6 +237,30 @@ def _stored(
     layout = (out, summed) if is_as_stored else None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
     return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
+
+
+def as_bytes(codes: jax.Array) -> jax.Array:
+    """Returns the bits of codes in uint8; those of 4-bit codes are the low ones.
+
+    The product of a 4-bit code and 2**-14 has in float16 the bits of the code: its sign first, and the
+    others from bit 9 on. (XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of
+    4-bit codes.)
+    """
+    if codes.dtype != jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    half = (codes.astype(jnp.float32) * np.float32(2.0**-14)).astype(jnp.float16)
+    bits = jax.lax.bitcast_convert_type(half, jnp.uint16) >> np.uint16(9)
+    return (bits & np.uint16(7) | bits >> np.uint16(3) & np.uint16(8)).astype(jnp.uint8)
+
+
+def _from_bytes(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the codes that ``as_bytes`` returned the bits of."""
+    if dtype != jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(bits, dtype)
+    bits = bits.astype(jnp.uint16)
+    half = (bits & np.uint16(7) | (bits & np.uint16(8)) << np.uint16(3)) << np.uint16(9)
+    half = jax.lax.bitcast_convert_type(half, jnp.float16)
+    return (half.astype(jnp.float32) * np.float32(2.0**14)).astype(dtype)
 
 
 # Computing.
@@ -267,8 +301,9 @@ def computed(
             f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast wide variables alone."
         )
     codes, scales = constant((codes, dict(scales)))
-    scale = scales[KERNEL_SCALE]
     # ``_stored`` gives a scalar scale the shape (1,).
-    kernel = QTensor(codes, scale.reshape(()) if scale.shape == (1,) else scale, gemms.forward.rhs)
+    of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
+    quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
+    kernel = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
     input_scale = scales.get(INPUT_SCALE)
     return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, input_scale=input_scale, **keywords)

@@ -8,15 +8,18 @@ import numpy as np
 import safetensors
 
 import fp8flax as fp8
-from tests.cases import RECIPES, normal
+from tests import cases
+from tests.cases import normal
 from tests.models import trained
 
 X = np.asarray(normal(0, 8, 64))
+RECIPES = {**cases.RECIPES, "nvfp4": fp8.NVFP4BlockScaling()}
 DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "F32": np.float32,
+    "U8": np.uint8,
 }
 
 

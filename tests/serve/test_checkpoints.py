@@ -72,6 +72,8 @@ def in_blocks(codes, scale, rows, columns):
 UP = codes_of(0, 200, 300)
 RAGGED = scales_of(1, 2, 3)
 EXPERTS = codes_of(2, 3, 130, 40)
+NVFP4 = {"weight_packed": np.ones((4, 16), np.uint8), "weight_scale": UP[:4, :2]}
+NVFP4["weight_global_scale"] = np.ones(1, np.float32)
 MX = np.random.default_rng(3).integers(100, 140, (200, 10), np.uint8)
 # name: (tensors beside up.weight, block, expected); tests/serve/files has more.
 FORMATS = {
@@ -322,6 +324,11 @@ def test_headers_that_are_too_long(tmp_path):
         ({"weight": UP, "weight_scale": np.int32([1])}, r"scale of 'a\.weight' is int32"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_scale_inv": RAGGED}, "one tensor of scales"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_zero_point": RAGGED}, "'a.weight_zero_point'"),
+        ({**NVFP4, "weight_scale": UP[:4, :3]}, r"'a\.weight' in NVFP4 must .* got \[4, 16\], \[4, 3\]"),
+        ({**NVFP4, "weight_packed": np.ones((4, 15), np.uint8)}, r"got \[4, 15\], \[4, 2\]"),
+        ({**NVFP4, "weight_global_scale": np.ones(4, np.float32)}, r"float32\[4\]"),
+        ({**NVFP4, "weight_global_scale": np.ones(1, np.float16)}, r"float16\[1\]"),
+        ({**NVFP4, "weight": RAGGED}, "also has 'a.weight'"),
     ],
 )
 def test_scales_that_are_refused(tensors, message, tmp_path):
@@ -479,8 +486,11 @@ LAYERS = [path for path in WRITTEN if "llama" not in path.name]
 def test_files_of_the_libraries(folder):
     """Each library's own file has the values that the library itself computes, bit for bit."""
     checkpoint = fp8.read_checkpoint(folder)
-    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
+    expected, is_nvfp4 = (
+        safetensors.numpy.load_file(folder / "expected.safetensors"),
+        "nvfp4" in folder.name,
+    )
     assert set(checkpoint) == {f"{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias")}
     for name, values in expected.items():
-        assert checkpoint[name].codes.dtype == E4M3
+        assert checkpoint[name].codes.dtype == (ml_dtypes.float4_e2m1fn if is_nvfp4 else E4M3)
         np.testing.assert_array_equal(checkpoint[name].dequantize(values.dtype), values)

@@ -63,11 +63,13 @@ def test_same_logits(name, recipe):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("recipe", "spec"), [("block128", P("x")), ("mxfp8", P(None, "x"))])
+@pytest.mark.parametrize(
+    ("recipe", "spec"), [("block128", P("x")), ("mxfp8", P(None, "x")), (fp8.NVFP4BlockScaling(), P("x"))]
+)
 def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
     """The codes are those of one device, sharded as the kernel; JAX derives no sharding of blocks."""
     x, model = normal(0, 8, 256), nn.Dense(256, use_bias=False)
-    model8 = fp8.quantize_model(model, RECIPES[recipe], include=".*")
+    model8 = fp8.quantize_model(model, RECIPES.get(recipe, recipe), include=".*")
     variables = variables_of(model8, x)
     _, expected = fp8.freeze(model8, variables)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
@@ -277,6 +279,8 @@ class MoreDims(nn.Module):
 
 PART, READ = "its matmul does not multiply", "something else reads it"
 OF_PARTS = dict.fromkeys(("qkv", "layers", "gate", "up"), PART)
+ROTATING = fp8.NVFP4Quantizer(rotation=True)
+ROTATED = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=ROTATING, rhs=ROTATING))
 STAYS = {
     # The embedding is also the kernel of the logits.
     "tied": (TiedEmbedding(), "delayed", {"kernel"}, {"Embed_0/embedding": READ}),
@@ -289,6 +293,8 @@ STAYS = {
         set(),
         {"half": PART, "tied": READ, "scaled": PART, "read": READ},
     ),
+    "nvfp4": (nn.Dense(4), fp8.NVFP4BlockScaling(), set(), {"kernel": "NVFP4 is stored in groups of 16"}),
+    "rotated": (nn.Dense(4), ROTATED, set(), {"kernel": "its recipe rotates it"}),
 }
 
 
@@ -297,7 +303,7 @@ def test_what_stays_wide(name):
     """Codes are never taken for values: the logits are right, and a warning says why kernels stay wide."""
     model, recipe, expected, reasons = STAYS[name]
     x = normal(0, 4, 8)
-    model8, variables = trained(model, x, recipe=RECIPES[recipe])
+    model8, variables = trained(model, x, recipe=RECIPES.get(recipe, recipe))
     with pytest.warns(UserWarning, match="stay wide") as caught:
         _, served = frozen_alike(model8, variables, x)
     text = "".join(str(warning.message) for warning in caught)

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import OWG, RECIPES, assert_same, normal
+from tests.cases import OWG, assert_same, normal
 from tests.models import trained
-from tests.serve.net import X, frozen_net
+from tests.serve.net import RECIPES, X, frozen_net
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -38,11 +38,12 @@ def wide_kernel(params, name, scale_rows, scale_columns):
     summed = {"up": 64, "heads": 160, "out": 96}[name]
     matrix = kernel.reshape(summed, -1).T
     scale = scale.repeat(scale_rows, 1).repeat(scale_columns, 2)[0, : matrix.shape[0], : matrix.shape[1]]
-    return (matrix * scale).T.reshape(kernel.shape)
+    tensor_scale = np.asarray(params[name]["Fp8DotGeneralOp_0"].get("kernel_tensor_scale", 1), np.float32)
+    return (matrix * scale * tensor_scale).T.reshape(kernel.shape)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recipe", ["delayed", "block128", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "block128", "mxfp8", "nvfp4"])
 def test_own_files(recipe, tmp_path):
     """The file of a frozen model loads bit for bit into that model, and dequantized into a wide one."""
     rename = None if recipe == "block128" else TO_HUB
@@ -53,7 +54,7 @@ def test_own_files(recipe, tmp_path):
     # Into the wide model: scaling state is left as it is.
     target = zeros_like(variables)
     loaded = fp8.load_into(target, checkpoint, rename=rename)
-    rows, columns = {"block128": (128, 128), "mxfp8": (1, 32)}.get(recipe, (None, None))
+    rows, columns = {"block128": (128, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}.get(recipe, (None, None))
     for name in ("up", "heads", "out"):
         expected = wide_kernel(served["params"], name, rows, columns)
         np.testing.assert_array_equal(loaded["params"][name]["kernel"], expected)
@@ -69,8 +70,14 @@ class Block(nn.Module):
         return nn.Dense(64, name="dense")(x), None
 
 
-@pytest.mark.parametrize(("axes", "name"), [((0,), "weight"), ((1,), "kernel"), ((0, 0), "weight")])
-def test_stacked_layers(axes, name, tmp_path):
+@pytest.mark.parametrize(
+    ("axes", "name", "recipe"),
+    [
+        *(((0,), "weight", "axiswise"), ((1,), "kernel", "axiswise"), ((0, 0), "weight", "axiswise")),
+        ((0, 0), "weight", "nvfp4"),
+    ],
+)
+def test_stacked_layers(axes, name, recipe, tmp_path):
     """A file of layers that ``nn.scan`` stacked, once or twice, loads into the same stack."""
 
     class Stack(nn.Module):
@@ -81,7 +88,7 @@ def test_stacked_layers(axes, name, tmp_path):
                 scan = nn.scan(scan, variable_axes={"params": axis}, length=length, **options)
             return scan(name="layers")(x, None)[0]
 
-    model8, variables = trained(Stack(), X, recipe=RECIPES["axiswise"])
+    model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
     model, served = fp8.freeze(model8, variables)
     np.testing.assert_array_equal(model.apply(served, X), model8.apply(variables, X))
     fp8.save_safetensors(tmp_path / "a", model, served)
@@ -92,7 +99,11 @@ def test_stacked_layers(axes, name, tmp_path):
         loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
         kernel = served["params"]["layers"]["dense"]
         scale = kernel["Fp8DotGeneralOp_0"]["kernel_scale"]
-        np.testing.assert_array_equal(loaded, kernel["kernel"].astype(jnp.float32) * scale)
+        values = kernel["kernel"].astype(jnp.float32)
+        if recipe == "nvfp4":
+            values *= scale.astype(jnp.float32).repeat(16, -1).squeeze(-3).swapaxes(-1, -2)
+            scale = kernel["Fp8DotGeneralOp_0"]["kernel_tensor_scale"][..., None]
+        np.testing.assert_array_equal(loaded, values * scale)
 
 
 @pytest.mark.parametrize(

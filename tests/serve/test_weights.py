@@ -32,14 +32,14 @@ def assert_as_in_file(weights, path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recipe", ["delayed", "block128"])
+@pytest.mark.parametrize("recipe", ["delayed", "block128", "nvfp4"])
 def test_bits_are_those_of_the_file(recipe, tmp_path):
     model8, variables, *frozen = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME)
     for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
         assert_as_in_file(weights, tmp_path / "a")
-    assert "model.heads_proj.weight" in weights
+    assert "model.heads_proj.bias" in weights
 
 
 def test_errors():
@@ -60,9 +60,10 @@ def test_errors():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_sharded_variables(tmp_path):
+@pytest.mark.parametrize(("recipe", "end"), [("block128", "weight"), ("nvfp4", "weight_packed")])
+def test_sharded_variables(recipe, end, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
-    model8, variables, *frozen = frozen_net("block128")
+    model8, variables, *frozen = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
 
@@ -76,7 +77,7 @@ def test_sharded_variables(tmp_path):
             weights = jax.jit(partial(fp8.weights_for_serving, model8, rename=RENAME))(shards)
         assert_as_in_file(weights, tmp_path / "a")
         for name in ("up", "heads"):
-            weight = weights[f"model.{name}_proj.weight"]
+            weight = weights[f"model.{name}_proj.{end}"]
             expected = [n // 8 if i == in_file else n for i, n in enumerate(weight.shape)]
             assert [s.data.shape for s in weight.addressable_shards] == [tuple(expected)] * 8
 

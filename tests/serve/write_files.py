@@ -49,10 +49,12 @@ def quantized(net: Any, kind: str, weights: dict[str, Any]) -> Any:
     """Quantizes the linear layers of a model in place; returns the compressor, which can undo it."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     weights = {"num_bits": 8, "type": "float", "symmetric": True, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "format": kind}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": kind}
+    if kind == "nvfp4-pack-quantized":
+        group["input_activations"] = {**weights, "dynamic": "local"}
     options = {"quantization_status": "frozen", "format": kind, "ignore": ["lm_head"]}
     config = QuantizationConfig(config_groups={"group_0": group}, **options)
     apply_quantization_config(net, config)
@@ -65,10 +67,15 @@ def quantized(net: Any, kind: str, weights: dict[str, Any]) -> Any:
             "channel": (1, columns),
             "block": weights.get("block_structure", (1, 1)),
             "group": (1, weights.get("group_size", 1)),
-        }[weights["strategy"]]
+        }[weights["strategy"].removeprefix("tensor_")]
         blocks = [b.abs().amax() for r in layer.weight.split(height) for b in r.split(width, 1)]
         amax = torch.stack(blocks).reshape(layer.weight_scale.shape)
-        layer.weight_scale.data, _ = calculate_qparams(-amax, amax, config.config_groups["group_0"].weights)
+        arguments = [-amax, amax, config.config_groups["group_0"].weights]
+        if weights["strategy"] == "tensor_group":
+            layer.input_global_scale.data = generate_gparam(torch.tensor(-3.0), torch.tensor(3.0))
+            layer.weight_global_scale.data = generate_gparam(-amax.amax(), amax.amax())
+            arguments.append(layer.weight_global_scale)
+        layer.weight_scale.data, _ = calculate_qparams(*arguments)
     compressor = ModelCompressor(quantization_config=config)
     compressor.compress_model(net)
     return compressor
@@ -134,6 +141,7 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
     def of_compressed_tensors(kind: str, **weights: Any) -> Callable[[Path], dict[str, torch.Tensor]]:
         return lambda folder: compressed_tensors(folder, kind, weights)
 
+    group_of_16: Any = {"num_bits": 4, "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
     return {
         "compressed_tensor": of_compressed_tensors("float-quantized", strategy="tensor"),
         "compressed_channel": of_compressed_tensors("float-quantized", strategy="channel"),
@@ -143,6 +151,9 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
         ),
         "compressed_mxfp8": of_compressed_tensors(
             "mxfp8-quantized", strategy="group", group_size=32, scale_dtype=torch.uint8
+        ),
+        "compressed_nvfp4": of_compressed_tensors(
+            "nvfp4-pack-quantized", strategy="tensor_group", **group_of_16
         ),
         "transformers_block": lambda folder: finegrained(folder, weight_block_size=(16, 32)),
         "transformers_ue8m0": lambda folder: finegrained(

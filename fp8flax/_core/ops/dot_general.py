@@ -21,7 +21,7 @@ from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, Quantizer, quantized
+from fp8flax._core.quantizers import DelayedQuantizer, InBlocks, NVFP4Quantizer, Quantizer, quantized
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -126,14 +126,19 @@ class DotContraction(Contraction):
         """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
         The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
-        scales per block the shape ``(batch, output blocks, contracted blocks)``. Only delayed scaling reads
-        ``scale``.
+        scales per block the shape ``(batch, output blocks, contracted blocks)``. In NVFP4 each output
+        feature has scales of its own. Only delayed scaling reads ``scale``.
         """
         (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
         assert quantizer is not None
         q = quantized(quantizer, self.canonical("kernel", kernel), dims, scale)
-        scale = self._stored_scales(quantizer).back(q.scale) if q.scale.ndim else q.scale
-        return QTensor(self.original("kernel", q.codes), scale, quantizer)
+        quantizer, scale = as_stored(quantizer), q.scale
+        if isinstance(quantizer, NVFP4Quantizer) and dims.free:
+            columns = dims.free[-1]
+            scale = jnp.repeat(scale, q.block[columns], axis=columns)
+            scale = lax.slice_in_dim(scale, 0, q.shape[columns], axis=columns)
+        scale = self._stored_scales(quantizer).back(scale) if scale.ndim else scale
+        return QTensor(self.original("kernel", q.codes), scale, quantizer, tensor_scale=q.tensor_scale)
 
     def restored(self, kernel: QTensor) -> QTensor:
         """Returns a stored kernel in canonical form."""
@@ -141,15 +146,16 @@ class DotContraction(Contraction):
         # Codes in another dtype would give the same values, and run wide.
         assert kernel.codes.dtype == quantizer.dtype
         scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
-        is_block = isinstance(quantizer, BlockQuantizer)
+        is_block = isinstance(quantizer, InBlocks)
         block = quantizer.block_of(self.dims["kernel"][0]) if is_block else ()
-        return QTensor(self.canonical("kernel", kernel.codes), scale, quantizer, block)
+        codes = self.canonical("kernel", kernel.codes)
+        return QTensor(codes, scale, quantizer, block, kernel.tensor_scale)
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
         kernel, dims = self.form.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
-        if isinstance(quantizer, BlockQuantizer):
+        if isinstance(quantizer, InBlocks):
             block = quantizer.block_of(dims)
             counts = tuple(-(-size // width) for size, width in zip(kernel.canonical, block))
             stored = math.prod(counts[:depth]), math.prod(counts[depth + 1 :]), counts[depth]
@@ -160,11 +166,19 @@ class DotContraction(Contraction):
         return Layout(shape, kernel.order, canonical)
 
 
+def as_stored(quantizer: Any) -> Any:
+    """Returns a quantizer with the blocks of a stored kernel; it gives the same values."""
+    is_nvfp4 = isinstance(quantizer, NVFP4Quantizer)
+    return dataclasses.replace(quantizer, block=(1, 16)) if is_nvfp4 else quantizer
+
+
 def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
     sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    out_sharding = QTensor(sharding, replicated, plan.recipe.of_role("kernel")[0])
+    quantizer = as_stored(plan.recipe.of_role("kernel")[0])
+    of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
+    out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
     stored: QTensor = on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
     return stored
 
