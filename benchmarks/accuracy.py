@@ -57,6 +57,7 @@ RECIPES: dict[str, fp8.Recipe | None] = {
     "axiswise-hp-wgrad": fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True),
     "mxfp8": fp8.MXFP8BlockScaling(),
     "mxfp8-floor": fp8.MXFP8BlockScaling(scale_rounding="floor"),
+    "nvfp4": fp8.NVFP4BlockScaling(),
     "block128": fp8.Float8BlockScaling(),
     "block128-f32": fp8.Float8BlockScaling(use_f32_scales=True),
 }
@@ -108,9 +109,14 @@ def make_layer(name: str, features: int) -> nn.Dense:
     return nn.Dense(features, use_bias=False, dot_general_cls=op)
 
 
+def applied(layer: nn.Module) -> Callable[..., Any]:
+    """Returns the layer's function of variables and input; its random key is always the same."""
+    return partial(layer.apply, rngs={"fp8": jax.random.key(0)})
+
+
 @functools.cache
 def jitted_step(name: str, features: int) -> Callable[..., tuple[Any, ...]]:
-    return jax.jit(common.make_step(make_layer(name, features).apply))
+    return jax.jit(common.make_step(applied(make_layer(name, features))))
 
 
 def results(name: str, x: Any, w: Any, g: Any) -> Arrays:

@@ -25,6 +25,10 @@ and current scaling.
 
 emulated = FP8 written from the specification, in float32, without fp8flax.
 
+nvfp4 = fp8.NVFP4BlockScaling() in all 25 layers; nvfp4-mlps = in the 8 of the MLPs alone; not-rotated,
+nearest = without rotation, without stochastic rounding; then-bf16 = the last fifth of the steps, and the
+validation, in bf16.
+
 flax-direct, flax-qdq = flax.linen.fp8_ops.Fp8DirectDotGeneralOp and Fp8DotGeneralOp, in Flax's own
 TrainState.
 """
@@ -80,6 +84,8 @@ class Contender:
     """The ``dot_general_cls`` of all linear layers."""
     is_flax: bool = False
     perturbation: float = 0.0
+    low_precision_until: float = 1.0
+    """The share of the steps after which training goes on in bf16."""
 
     def model(self, settings: Settings) -> nn.Module:
         """Returns the model."""
@@ -101,6 +107,11 @@ CONTENDERS = {
     "flax-direct": Contender(op=flax_ops.Fp8DirectDotGeneralOp, is_flax=True),
     "flax-qdq": Contender(op=flax_ops.Fp8DotGeneralOp, is_flax=True),
     "emulated": Contender(op=EmulatedDotGeneral),
+    "nvfp4": Contender(recipe=fp8.NVFP4BlockScaling()),
+    "nvfp4-mlps": Contender(recipe=fp8.NVFP4BlockScaling(), exclude=("attn", "logits")),
+    "nvfp4-not-rotated": Contender(recipe=fp8.NVFP4BlockScaling(disable_rht=True)),
+    "nvfp4-nearest": Contender(recipe=fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+    "nvfp4-then-bf16": Contender(recipe=fp8.NVFP4BlockScaling(), low_precision_until=0.8),
     "first-attention-wide": Contender(recipe=fp8.DelayedScaling(), exclude="block_0/attn"),
 }
 IN_FP8 = Contender(recipe=fp8.Float8CurrentScaling())
@@ -127,13 +138,14 @@ def loss(variables: Any, apply: Callable[..., Any], windows: jax.Array) -> jax.A
     return training.loss_of(apply(variables, windows[:, :-1]), windows[:, 1:])
 
 
-def step_of(contender: Contender) -> Callable[[Any, jax.Array], Any]:
-    """Returns the training step of a contender."""
+def step_of(contender: Contender) -> Callable[[Any, jax.Array, jax.Array], Any]:
+    """Returns the training step of a contender; its key is for stochastic rounding."""
     differentiated: Callable[..., Any] = (jax if contender.is_flax else fp8).value_and_grad
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: Any, windows: jax.Array) -> Any:
-        _, grads = differentiated(loss)(state.params, state.apply_fn, windows)
+    def step(state: Any, windows: jax.Array, key: jax.Array) -> Any:
+        apply = partial(state.apply_fn, rngs={"fp8": key})
+        _, grads = differentiated(loss)(state.params, apply, windows)
         return state.apply_gradients(grads=grads)
 
     return step
@@ -152,10 +164,14 @@ def train(contender: Contender, seed: int, settings: Settings, corpus: Corpus) -
         return float(np.mean([float(evaluate(variables, windows=windows)) for windows in held_out]))
 
     for i in range(settings.steps):
-        state = step(state, jnp.asarray(train_batch(text, seed, i, *sizes)))
+        windows, key = jnp.asarray(train_batch(text, seed, i, *sizes)), jax.random.key(seed)
+        with fp8.autocast(enabled=i < contender.low_precision_until * settings.steps):
+            state = step(state, windows, jax.random.fold_in(key, i))
     weights = {"params": state.params["params"]}
+    with fp8.autocast(enabled=contender.low_precision_until == 1):
+        found = validation_loss(state.apply_fn, state.params)
     return {
-        "validation_loss": validation_loss(state.apply_fn, state.params),
+        "validation_loss": found,
         "loss_in_bf16": validation_loss(Contender().model(settings).apply, weights),
         "loss_in_fp8": validation_loss(IN_FP8.model(settings).apply, weights),
         "minutes": (time.perf_counter() - began) / 60,

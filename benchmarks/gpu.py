@@ -75,7 +75,7 @@ def compare(layer: nn.Module, shape: Shape) -> Row:
     """Compares a layer on the device with the same on the CPU."""
     M, K, N = shape
     cpu, device = jax.devices("cpu")[0], jax.devices()[0]
-    step = jax.jit(common.make_step(layer.apply))
+    step = jax.jit(common.make_step(accuracy.applied(layer)))
     with jax.default_device(cpu):
         x, g = normal(0, M, K, dtype=jnp.float32), normal(1, M, N, dtype=jnp.float32)
         arguments = layer.init(jax.random.key(2), x), x, g

@@ -24,6 +24,7 @@ RECIPES: dict[str, fp8.Recipe] = {
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
     "block128": fp8.Float8BlockScaling(),
     "mxfp8": fp8.MXFP8BlockScaling(),
+    "nvfp4": fp8.NVFP4BlockScaling(),
 }
 OTHERS = ("flax-direct", "flax-qdq", "qwix")
 
@@ -80,7 +81,8 @@ def training_step(how: str, width: int, rows: int = ROWS) -> tuple[Callable[...,
     @partial(jax.jit, donate_argnums=0)
     def step(state: Any, x: jax.Array) -> Any:
         def loss(variables: Any) -> jax.Array:
-            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
+            rngs = {"fp8": jax.random.fold_in(jax.random.key(0), state.step)}
+            return jnp.mean(jnp.square(state.apply_fn(variables, x, rngs=rngs).astype(jnp.float32)))
 
         return state.apply_gradients(grads=differentiate(loss)(state.params))
 
