@@ -209,12 +209,13 @@ def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
     """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
 
     def bits(key: Any) -> jax.Array:
-        # Four rows share the bytes of a word, because JAX computes each word by some 80 operations.
+        # Four neighbors share the bytes of a word, because JAX computes each word by some 80 operations.
+        # They are neighbors in the last dimension, because a GPU often has few elements of the first ones.
         shape = x.shape[num_batch:]
-        rows, *others = shape or (1,)
-        words = jax.random.bits(key, (-(-rows // 4), *others), np.uint32)
+        *others, columns = shape or (1,)
+        words = jax.random.bits(key, (*others, -(-columns // 4)), np.uint32)
         parts = [(words >> np.uint32(shift)).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
-        return jnp.stack(parts, 1).reshape(-1, *others)[:rows].reshape(shape)
+        return jnp.stack(parts, -1).reshape(*others, -1)[..., :columns].reshape(shape)
 
     num_batch = keys.ndim - (keys.dtype == np.uint32)  # the old kind of key is an array of uint32
     for _ in range(num_batch):
