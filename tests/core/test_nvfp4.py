@@ -160,9 +160,8 @@ def snr(actual, expected):
 @pytest.mark.parametrize("height", [16, long(1)])
 def test_three_gemms(height):
     """Multiples of 1/4, so that a rotation is exact."""
-    x, w, g = (
-        np.round(np.asarray(normal(*shape)) * 8) / 4 for shape in ((0, 41, 40), (1, 40, 24), (2, 41, 24))
-    )
+    shapes = (41, 40), (40, 24), (41, 24)
+    x, w, g = (np.round(np.asarray(normal(i, *shape)) * 8) / 4 for i, shape in enumerate(shapes))
     recipe = dataclasses.replace(NEAREST, disable_2d_quantization=height == 1)
     xt, gt = (np.asarray(jax.jit(partial(nvfp4.rotated, axis=0))(a)) for a in (x, g))
     out = reference(x, (1, 16)).values @ reference(w, (16, height)).values
@@ -271,8 +270,7 @@ def test_keys():
     layers = nn.Sequential([nn.Dense(32), nn.Einsum((32, 32), "ab,bc->ac")])
     quantized = fp8.quantize_model(layers, recipe=RECIPE, include=".*")
     for model in (NET, quantized):
-        keys = jax.random.key(7), jax.random.PRNGKey(7), jax.random.key(8)
-        found = [grads(model, key) for key in keys]
+        found = [grads(model, key) for key in (KEY, jax.random.PRNGKey(7), jax.random.key(8))]
         assert [num_different(found[:2]), num_different(found[1:])] == [1, 2]
         assert np.isfinite(loss(model, variables_of(model), X))
         with pytest.raises(ValueError, match="rngs"):
