@@ -107,10 +107,11 @@ def bytes_sent(
 def measure(shape: Shape) -> Row:
     rows = []
     for layout, recipe in itertools.product(LAYOUTS, RECIPES):
-        if (layout, recipe) == ("experts", "NVFP4"):
-            continue  # a ragged dot refuses this recipe
-        gpu = "b200" if recipe == "NVFP4" else "h200"
-        step, backward = (bytes_sent(recipe, layout, shape, part, gpu) for part in (False, True))
+        is_nvfp4 = recipe == "NVFP4"
+        gpu, is_refused = "b200" if is_nvfp4 else "h200", is_nvfp4 and layout == "experts"
+        step, backward = (
+            {} if is_refused else bytes_sent(recipe, layout, shape, part, gpu) for part in (False, True)
+        )
         rows.append({"layout": layout, "recipe": recipe, "step": step, "backward": backward})
         print(".", end="", flush=True)
     return {"rows": rows}
@@ -134,8 +135,8 @@ def beside_bf16(report: Row, name: str) -> list[Row]:
     rows = []
     for layout in LAYOUTS:
         wide = sent[layout, "bf16"]
-        known = [recipe for recipe in RECIPES if wide and (layout, recipe) in sent]
-        ratios = {recipe: sent[layout, recipe] / wide for recipe in known}
+        ratios = {recipe: sent[layout, recipe] / wide if wide else None for recipe in RECIPES}
+        ratios = {recipe: ratio or None for recipe, ratio in ratios.items()}
         rows.append({"layout": layout, **ratios, "bf16": wide})
     return rows
 
