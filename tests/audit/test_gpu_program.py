@@ -151,7 +151,10 @@ def test_blackwell_under_vmap():
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("target", "num_fp4"), [("b200", 3), ("rtx5090", 3), ("h200", 0)])
+@pytest.mark.parametrize(
+    ("target", "num_fp4"),
+    [("b200", 3), *(pytest.param(*row, marks=pytest.mark.long) for row in (("rtx5090", 3), ("h200", 0)))],
+)
 def test_nvfp4(target, num_fp4):
     """Blackwell multiplies FP4. Two passes over a tensor make its codes, also those of the rotated one."""
 

@@ -170,6 +170,7 @@ def test_three_gemms(height):
     close(gradients(recipe, jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), None), (out, dx, dw))
 
 
+@pytest.mark.long
 def test_signal_to_noise_on_gaussian_data():
     """Close to what was seen elsewhere: 16.7, 15.1 and 15.6 dB; the gradient is right on average."""
     operands = [np.asarray(normal(i, 3, 32, 32)) for i in range(8)]

@@ -74,7 +74,7 @@ class Block(nn.Module):
     ("axes", "name", "recipe"),
     [
         *(((0,), "weight", "axiswise"), ((1,), "kernel", "axiswise"), ((0, 0), "weight", "axiswise")),
-        ((0, 0), "weight", "nvfp4"),
+        pytest.param((0, 0), "weight", "nvfp4", marks=pytest.mark.long),
     ],
 )
 def test_stacked_layers(axes, name, recipe, tmp_path):

@@ -59,8 +59,11 @@ def test_errors():
         fp8.weights_for_serving(variables, X)
 
 
+LONG_NVFP4 = pytest.param("nvfp4", "weight_packed", marks=pytest.mark.long)
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize(("recipe", "end"), [("block128", "weight"), ("nvfp4", "weight_packed")])
+@pytest.mark.parametrize(("recipe", "end"), [("block128", "weight"), LONG_NVFP4])
 def test_sharded_variables(recipe, end, tmp_path):
     """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
     model8, variables, *frozen = frozen_net(recipe)
