@@ -25,7 +25,6 @@ GROUP = 16
 """The number of contracted elements that share a scale, and that a rotation mixes."""
 
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
-_LARGEST = np.finfo(np.float32).max
 _LARGEST_ENCODING = np.float32(2.0**117)
 """The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
 is a normal number, also times the smallest scale of a block."""
@@ -122,7 +121,7 @@ def quantized(
     random bits. ``rotate`` is the axis along which ``x`` is rotated before. ``on_devices`` is that of
     ``casts``: it wraps each of the two passes over the tensor.
 
-    Source: arXiv:2509.25149, appendix C.
+    Source: arXiv:2509.25149; Transformer Engine, ``NVFP4BlockScaling``.
     """
     whole = [
         one if n % width == 0 else "-" for one, n, width in zip(string.ascii_lowercase, x.shape, block)
@@ -156,10 +155,9 @@ def _cast(
     of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
     scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
     wide = scale.astype(jnp.float32)
-    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program. The values of a block
-    # whose scale is zero are zero, and so are its codes.
-    factor = jnp.minimum(encoding / wide, _LARGEST)
-    factor = jnp.where(wide == 0, np.float32(0), factor)
+    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program: at most 2**126. The
+    # values of a block whose scale is zero are zero, and so are its codes.
+    factor = jnp.where(wide == 0, np.float32(0), encoding / wide)
     x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
     blocks, within = split_blocks(x, block)
     values = lax.clamp(-_E2M1_MAX, blocks * lax.expand_dims(factor, within), _E2M1_MAX)

@@ -125,7 +125,7 @@ def test_rotation():
 
 
 def test_stochastic_rounding():
-    """Both neighbors, with the right mean, and so the right variance; no bias over all random bytes."""
+    """Both neighbors, with the right mean and variance; no bias over all random bytes."""
     y = [6, -0.1, 0.25, -0.7, 1.2, -1.4, 1.6, -1.9, 2.3, -2.9, 3.5, -3.9, 4.2, -5, 5.9, 0]
     x = np.broadcast_to(np.float32(y), (10_000, 16))  # the amax 6 gives the scales 448 and 1/448
     quantize = partial(fp8.NVFP4Quantizer(stochastic_rounding=True).quantize, dims=Dims(2, (1,)))
@@ -136,6 +136,7 @@ def test_stochastic_rounding():
     assert [set(column) for column in drawn.T] == [{*pair} for pair in zip(below, above)]
     sigma = np.sqrt((above - y) * (y - below))
     assert (np.abs(drawn.mean(0) - y) <= 4.5 * sigma / 100 + (above - below) / 512 + 1e-6).all()
+    assert (np.abs(drawn.std(0) - sigma) <= 0.02 * (above - below)).all()
     assert abs(np.corrcoef(drawn[:-1, 3], drawn[1:, 3])[0, 1]) < 0.05  # rows have numbers of their own
     y, bytes_ = np.linspace(-6, 6, 4001, dtype=np.float32), np.arange(256, dtype=np.uint8)
     run = jax.jit(jax.vmap(nvfp4._rounded_stochastically, (None, 0)))

@@ -262,7 +262,7 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
         )
     elif not all(_has_units(one, capability) for one in recipes):
         text = (
-            f"{kind} has no units for these dtypes or block scales: the FP8 values are multiplied in a "
+            f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
         )
     else:
