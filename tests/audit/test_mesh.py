@@ -204,16 +204,18 @@ def test_fewer_rows_than_a_block(target):
 
 @pytest.mark.long
 def test_nvfp4_under_fsdp():
-    """Each GPU multiplies in FP4, and sends fewer bytes than in bfloat16."""
+    """Each GPU, with one sequence, multiplies in FP4, and sends fewer bytes than in bfloat16."""
     mesh = mesh_of((8, 1), "b200")
     rows = NamedSharding(mesh, P("data"))
 
     @partial(jax.jit, out_shardings=(rows, (rows, rows)), static_argnums=0)
     def dense(recipe, x, w, g, key):
-        y, vjp = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATMUL, recipe=recipe, key=key), x, w)
+        dims = ((2,), (0,)), ((), ())
+        y, vjp = jax.vjp(lambda x, w: fp8_dot_general(x, w, dims, recipe=recipe, key=key), x, w)
         return y, vjp(g)
 
-    args = (*(on(mesh, x, "data") for x in (struct(4096, 1024), struct(1024, 1024), struct(4096, 1024))),)
+    sequences, kernel = struct(8, 512, 1024), struct(1024, 1024)
+    args = (*(on(mesh, x, "data") for x in (sequences, kernel, sequences)),)
     wide, narrow = (
         fp8.audit(dense, recipe, *args, jax.random.key(0), target=mesh)
         for recipe in (fp8.CustomRecipe(), fp8.NVFP4BlockScaling())
