@@ -6,130 +6,89 @@ JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, 
 """
 
 # Ops that layers take.
-from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8RaggedDotOp
+from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp
+from fp8flax._linen.ops import Fp8DotGeneralOp as Fp8DotGeneralOp
+from fp8flax._linen.ops import Fp8RaggedDotOp as Fp8RaggedDotOp
 
 # Recipes: how tensors are scaled.
-from fp8flax._core.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
-from fp8flax._core.autocast import autocast
-from fp8flax._core.formats import Format
+from fp8flax._core.recipes import DelayedScaling as DelayedScaling
+from fp8flax._core.recipes import Float8BlockScaling as Float8BlockScaling
+from fp8flax._core.recipes import Float8CurrentScaling as Float8CurrentScaling
+from fp8flax._core.recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from fp8flax._core.recipes import NVFP4BlockScaling as NVFP4BlockScaling
+from fp8flax._core.autocast import autocast as autocast
+from fp8flax._core.formats import Format as Format
 
 # Parts of custom recipes.
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.recipes import CustomRecipe as CustomRecipe
+from fp8flax._core.recipes import GemmRecipe as GemmRecipe
+from fp8flax._core.recipes import Recipe as Recipe
+from fp8flax._core.quantizers import BlockQuantizer as BlockQuantizer
+from fp8flax._core.quantizers import CurrentQuantizer as CurrentQuantizer
+from fp8flax._core.quantizers import DelayedQuantizer as DelayedQuantizer
+from fp8flax._core.quantizers import NVFP4Quantizer as NVFP4Quantizer
+from fp8flax._core.qtensor import QTensor as QTensor
 
 # Training.
-from fp8flax._train.gradients import accumulate_gradients, grad, pmean_gradients, value_and_grad
-from fp8flax._train.train_state import DynamicScale, TrainState
-from fp8flax._core.names import RESIDUAL_NAMES
+from fp8flax._train.gradients import accumulate_gradients as accumulate_gradients
+from fp8flax._train.gradients import grad as grad
+from fp8flax._train.gradients import pmean_gradients as pmean_gradients
+from fp8flax._train.gradients import value_and_grad as value_and_grad
+from fp8flax._train.train_state import DynamicScale as DynamicScale
+from fp8flax._train.train_state import TrainState as TrainState
+from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
 
 # Statistics of a run: how its scales affect its tensors.
-from fp8flax._train.statistics import plot_statistics, statistics
+from fp8flax._train.statistics import plot_statistics as plot_statistics
+from fp8flax._train.statistics import statistics as statistics
 
 # The scaling state in a tree of variables.
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.ops.op import MissingStateError
-from fp8flax._train.bridge import add_fp8_state, remove_fp8_state
-from fp8flax._train.calibrate import calibrate
-from fp8flax._train.check import check_state
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from fp8flax._core.ops.op import MissingStateError as MissingStateError
+from fp8flax._train.bridge import add_fp8_state as add_fp8_state
+from fp8flax._train.bridge import remove_fp8_state as remove_fp8_state
+from fp8flax._train.calibrate import calibrate as calibrate
+from fp8flax._train.check import check_state as check_state
 
 # Whole models.
-from fp8flax._model.quantize_model import quantize_model
-from fp8flax._model.report import ModelReport, report
+from fp8flax._model.quantize_model import quantize_model as quantize_model
+from fp8flax._model.report import ModelReport as ModelReport
+from fp8flax._model.report import report as report
 
 # Serving.
-from fp8flax._serve.freeze import freeze
-from fp8flax._serve.checkpoints import read_checkpoint
-from fp8flax._serve.load_into import load_into
-from fp8flax._serve.export import save_safetensors
-from fp8flax._serve.export import weights_for_serving
+from fp8flax._serve.freeze import freeze as freeze
+from fp8flax._serve.checkpoints import read_checkpoint as read_checkpoint
+from fp8flax._serve.load_into import load_into as load_into
+from fp8flax._serve.export import save_safetensors as save_safetensors
+from fp8flax._serve.export import weights_for_serving as weights_for_serving
 
 # Audits: which GEMMs of a compiled program run in FP8.
-from fp8flax._audit import AuditReport, AuditedGemm, assert_fp8, audit, compile_only_devices
-from fp8flax._core.gemm.gpus import Fp8EmulationWarning
+from fp8flax._audit.report import AuditReport as AuditReport
+from fp8flax._audit.gemms import AuditedGemm as AuditedGemm
+from fp8flax._audit.auditing import assert_fp8 as assert_fp8
+from fp8flax._audit.auditing import audit as audit
+from fp8flax._audit.compiling import compile_only_devices as compile_only_devices
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning as Fp8EmulationWarning
 
 # Arithmetic.
-from fp8flax._core.quantize import cast_to_representable, dequantize, quantize, quantize_dequantize
+from fp8flax._core.quantize import cast_to_representable as cast_to_representable
+from fp8flax._core.quantize import dequantize as dequantize
+from fp8flax._core.quantize import quantize as quantize
+from fp8flax._core.quantize import quantize_dequantize as quantize_dequantize
 
 # Other names that code written for flax.linen.fp8_ops imports from there.
-from fp8flax._core.ops.dot_general import dot_general_with_precision
-from fp8flax._compat.max_dtype import fp32_max_grad
-from fp8flax._core.qdq import in_q, in_qdq, out_dq, out_qdq
-from fp8flax._core.quantize import qdq
-from fp8flax._core.scaling import compute_amax_history, compute_scale
-from fp8flax._linen.ops import Fp8DirectDotGeneralOp, Fp8DotGeneral, Fp8Einsum, NANOOFp8DotGeneralOp
+from fp8flax._core.ops.dot_general import dot_general_with_precision as dot_general_with_precision
+from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
+from fp8flax._core.qdq import in_q as in_q
+from fp8flax._core.qdq import in_qdq as in_qdq
+from fp8flax._core.qdq import out_dq as out_dq
+from fp8flax._core.qdq import out_qdq as out_qdq
+from fp8flax._core.quantize import qdq as qdq
+from fp8flax._core.scaling import compute_amax_history as compute_amax_history
+from fp8flax._core.scaling import compute_scale as compute_scale
+from fp8flax._linen.ops import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
+from fp8flax._linen.ops import Fp8DotGeneral as Fp8DotGeneral
+from fp8flax._linen.ops import Fp8Einsum as Fp8Einsum
+from fp8flax._linen.ops import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "OVERWRITE_WITH_GRADIENT",
-    "RESIDUAL_NAMES",
-    "AuditReport",
-    "AuditedGemm",
-    "BlockQuantizer",
-    "CurrentQuantizer",
-    "CustomRecipe",
-    "DelayedQuantizer",
-    "DelayedScaling",
-    "DynamicScale",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "Fp8ConvGeneralDilatedOp",
-    "Fp8DirectDotGeneralOp",
-    "Fp8DotGeneral",
-    "Fp8DotGeneralOp",
-    "Fp8Einsum",
-    "Fp8EmulationWarning",
-    "Fp8RaggedDotOp",
-    "GemmRecipe",
-    "MXFP8BlockScaling",
-    "MissingStateError",
-    "ModelReport",
-    "NANOOFp8DotGeneralOp",
-    "NVFP4BlockScaling",
-    "NVFP4Quantizer",
-    "QTensor",
-    "Recipe",
-    "TrainState",
-    "accumulate_gradients",
-    "add_fp8_state",
-    "assert_fp8",
-    "audit",
-    "autocast",
-    "calibrate",
-    "cast_to_representable",
-    "check_state",
-    "compile_only_devices",
-    "compute_amax_history",
-    "compute_scale",
-    "dequantize",
-    "dot_general_with_precision",
-    "fp32_max_grad",
-    "freeze",
-    "grad",
-    "in_q",
-    "in_qdq",
-    "load_into",
-    "out_dq",
-    "out_qdq",
-    "plot_statistics",
-    "pmean_gradients",
-    "qdq",
-    "quantize",
-    "quantize_dequantize",
-    "quantize_model",
-    "read_checkpoint",
-    "remove_fp8_state",
-    "report",
-    "save_safetensors",
-    "statistics",
-    "value_and_grad",
-    "weights_for_serving",
-]

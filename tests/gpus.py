@@ -7,14 +7,13 @@ import numpy as np
 from jax.sharding import AxisType
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import compile_lowered, find_target
+from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._core.gemm import casts, gemm, ragged
 
 
-def compiled_for_gpus(function, *args):
-    """Returns a program compiled for a GPU that is not present."""
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    return compile_lowered(find_target("h200"), lowered).as_text()
+def compiled_for_gpus(mesh, function, *args):
+    """Returns a program compiled for a mesh of GPUs that are not present."""
+    return compile_for(find_target(mesh), function, args).as_text()
 
 
 def run_branch_for_gpus(monkeypatch):

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
 from fp8flax._audit.gemms import gemms_of, with_reason
-from fp8flax._audit.hlo import parse
-from fp8flax._audit.kernels import bytes_moved, bytes_sent, collective_of, kernels_of
+from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, parse
 from fp8flax._audit.report import AuditReport, percent
 
 _WITHOUT_TRITON = (
@@ -64,14 +63,13 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     compiled = compile_for(found, fn, args, keywords)
     text = compiled.as_text() or ""
     program = parse(text)
-    kernels = list(kernels_of(program.entry))
-    gemms = [gemm for kernel in kernels for gemm in gemms_of(kernel)]
+    gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
     without_triton = is_without_triton(found, text)
     sent: Counter[str] = Counter()
-    for kernel in kernels:
+    for kernel in program.kernels:
         if kind := collective_of(kernel):
             sent[kind] += bytes_sent(kernel, program.num_devices) * kernel.trip_count
-    moved = sum(bytes_moved(kernel) * kernel.trip_count for kernel in kernels)
+    moved = sum(bytes_moved(kernel) * kernel.trip_count for kernel in program.kernels)
     loops = [instruction for instruction in program.instructions if instruction.opcode == "while"]
     count = f"{found.mesh.size} × " if found.mesh is not None and found.mesh.size > 1 else ""
     return AuditReport(
@@ -80,8 +78,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         jax_version=jax.__version__,
         compiled_by=_WITHOUT_TRITON if without_triton else "JAX",
         gemms=tuple(with_reason(gemm, found, without_triton=without_triton) for gemm in gemms),
-        num_kernels=len(kernels),
-        num_launches=sum(kernel.trip_count for kernel in kernels),
+        num_kernels=len(program.kernels),
+        num_launches=sum(kernel.trip_count for kernel in program.kernels),
         bytes_sent_by=dict(sent),
         other_bytes=moved - sum(gemm.bytes for gemm in gemms),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,

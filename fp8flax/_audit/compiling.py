@@ -193,13 +193,6 @@ def compile_for(
     target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
-    return compile_lowered(target, lower_for(target, fn, args, keywords))
-
-
-def lower_for(
-    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
-) -> jax.stages.Lowered:
-    """Lowers ``fn(*args, **keywords)`` for ``compile_lowered``."""
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     mesh = target.mesh
     unnamed: jax.sharding.Sharding | None = None
@@ -221,29 +214,23 @@ def lower_for(
         return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
 
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))
-    # JAX would lower a program without any sharding for the CPU. Tracing may compute constants on the CPU.
-    device = jax.config.jax_default_device if target.gpu is None else target.device
-    platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
+    platforms: dict[str, Any] = {}
     if target.gpu is not None:
         takes_algorithms[0] = compiles_algorithms()
+        platforms = {"lowering_platforms": ("cuda",)}
+    # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known to the end.
     with compiling_for(target.gpu):
-        traced = jitted.trace(*shapes, **named)
-        with jax.default_device(device):
-            lowered: jax.stages.Lowered = traced.lower(**platforms)
-    return lowered
-
-
-def compile_lowered(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles the result of ``lower_for``."""
-    options = {}
-    if is_without_triton(target, lowered.as_text(debug_info=True)):
-        options["xla_gpu_enable_triton_gemm"] = False
-    # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles again.
-    with compiling_for(target.gpu), warnings.catch_warnings(action="ignore"):
-        compiled = lowered.compile(compiler_options=options or None)
+        traced = jitted.trace(*shapes, **named)  # may compute constants on the CPU
+        # JAX would lower a program without any sharding for the CPU.
+        with jax.default_device(target.device):
+            lowered = traced.lower(**platforms)
+        text = lowered.as_text(debug_info=True)
+        options = {"xla_gpu_enable_triton_gemm": False} if is_without_triton(target, text) else None
+        # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles
+        # again.
+        with warnings.catch_warnings(action="ignore"):
+            compiled: jax.stages.Compiled = lowered.compile(compiler_options=options)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    mesh = target.mesh
     if mesh is not None and any(s.device_set != set(mesh.devices.flat) for s in shardings):
         raise ValueError(
             "The arguments do not lie on the mesh that is the target. Give them shardings on it, "

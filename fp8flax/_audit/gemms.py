@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator
 
 from fp8flax._audit.compiling import Target
-from fp8flax._audit.hlo import SLICES, VIEWS, Instruction
-from fp8flax._audit.kernels import bytes_moved
+from fp8flax._audit.program import SLICES, VIEWS, Instruction, bytes_moved
 from fp8flax._core import names
 
 

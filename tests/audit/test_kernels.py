@@ -3,8 +3,7 @@
 import pytest
 
 from fp8flax._audit.gemms import gemms_of
-from fp8flax._audit.hlo import Array, parse
-from fp8flax._audit.kernels import bytes_moved, bytes_sent, collective_of, kernels_of
+from fp8flax._audit.program import Array, bytes_moved, bytes_sent, collective_of, parse
 
 HEADER = 'HloModule jit_f, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "f.py"\n\n'
 
@@ -19,8 +18,7 @@ def computation(name, types, *lines):
 
 def kernels(types, *lines, called=()):
     """Returns the kernels of a program; ``called`` are the texts of further computations."""
-    program = parse(HEADER + "\n".join([*called, computation("ENTRY %main", types, *lines)]))
-    return list(kernels_of(program.entry))
+    return parse(HEADER + "\n".join([*called, computation("ENTRY %main", types, *lines)])).kernels
 
 
 def gemm_of(*args, **keywords):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fp8flax._audit import AuditedGemm, AuditReport
+from fp8flax import AuditedGemm, AuditReport
 
 MIB = 2**20
 GEMM = AuditedGemm(

@@ -13,8 +13,7 @@ import fp8flax as fp8
 from benchmarks import llama
 from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.gemms import gemms_of
-from fp8flax._audit.hlo import parse
-from fp8flax._audit.kernels import bytes_moved, kernels_of
+from fp8flax._audit.program import bytes_moved, parse
 from tests.cases import struct
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
@@ -32,7 +31,7 @@ def compiled(step, *args):
     """Returns a program compiled for an H200: its text, its kernels, and its temporary bytes."""
     program = compile_for(find_target("h200"), step, args)
     text = program.as_text()
-    return text, list(kernels_of(parse(text).entry)), program.memory_analysis().temp_size_in_bytes
+    return text, parse(text).kernels, program.memory_analysis().temp_size_in_bytes
 
 
 def figures_of_llama(how):

@@ -15,9 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import compiling_for
-from fp8flax._audit.hlo import parse
-from fp8flax._core.gemm.gpus import GPUS
+from fp8flax._audit.program import parse
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests import what_works
 from tests.cases import OWG, RECIPES, added_up, cells, normal, variables_of
@@ -364,7 +362,7 @@ def test_fsdp_gathers_fp8():
         in_shardings=(place, NamedSharding(on, P("data"))),
         out_shardings=(NamedSharding(on, P()), place),
     )
-    in_fp8 = bytes_gathered(compiled_for_gpus(step, variables, x))
+    in_fp8 = bytes_gathered(compiled_for_gpus(on, step, variables, x))
     assert set(in_fp8) == {"f8e4m3fn"}
     assert in_fp8["f8e4m3fn"] <= 256 * 512 + 512 * 256
 
@@ -399,8 +397,7 @@ def test_shard_map_on_gpus(recipe, target, gemm):
 
         return jax.shard_map(of_shard, mesh=on, in_specs=(P(), P("data")), out_specs=P())(v, x)
 
-    with compiling_for(GPUS[target]):
-        program = compiled_for_gpus(fp8.value_and_grad(loss), variables, shapes(x, P("data")))
+    program = compiled_for_gpus(on, fp8.value_and_grad(loss), variables, shapes(x, P("data")))
     assert "f8e4m3fn" in program
     assert gemm in program
     assert not bytes_gathered(program)
@@ -444,6 +441,5 @@ def test_two_meshes_in_one_program():
             x = layer.apply(variables, lax.with_sharding_constraint(x, place))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    with compiling_for(GPUS["h200"]):
-        program = compiled_for_gpus(fp8.value_and_grad(loss), variables, x)
+    program = compiled_for_gpus(places[0].mesh, fp8.value_and_grad(loss), variables, x)
     assert program.count("__cublas$lt$matmul$f8") >= 5

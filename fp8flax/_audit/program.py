@@ -1,4 +1,4 @@
-"""Parses optimized HLO text into a graph of instructions."""
+"""Reads a compiled program: its instructions, its GPU kernels, and the bytes that each moves or sends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SLICES = frozenset(("slice", "dynamic-slice", "gather"))
@@ -118,12 +119,6 @@ class Computation:
     """An instruction that runs the computation; the only one for the computation of a fusion."""
 
     @property
-    def parameters(self) -> list[Instruction]:
-        """The parameters of the function, in order."""
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.text))
-
-    @property
     def outputs(self) -> list[Instruction]:
         """The instructions that compute the results: the root, or the operands of a root tuple."""
         assert self.root is not None
@@ -134,7 +129,8 @@ class Computation:
 class Program:
     """An HLO module."""
 
-    entry: Computation
+    kernels: list[Instruction]
+    """The instructions that launch a GPU kernel, also in the bodies of loops and in all branches."""
     instructions: list[Instruction]
     """The instructions of all computations."""
     num_devices: int
@@ -183,4 +179,137 @@ def parse(text: str) -> Program:
         raise ValueError("this is not the text of an HLO module: it has no entry computation.")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     instructions = [i for one in computations.values() for i in one.instructions.values()]
-    return Program(entry, instructions, math.prod(map(int, counts)))
+    return Program(list(_kernels_of(entry)), instructions, math.prod(map(int, counts)))
+
+
+# GPU kernels.
+
+_FREE = re.compile(
+    r"add-dependency|after-all|bitcast|constant|get-tuple-element|opt-barrier|parameter|tuple"
+    r"|(partition|replica)-id|\S+-done"
+)
+"""The opcodes of instructions that launch no GPU kernel."""
+
+_BUFFERS = ("AllocateBuffer", "CreateBuffer")
+"""The targets of custom calls that launch no GPU kernel."""
+
+
+def _kernels_of(computation: Computation) -> Iterator[Instruction]:
+    """Yields the instructions that launch a GPU kernel, also in the bodies of loops and in all branches."""
+    for instruction in computation.instructions.values():
+        if instruction.opcode in ("while", "call", "conditional", "async-start", "call-start"):
+            for called in instruction.called:
+                yield from _kernels_of(called)
+        elif not (_FREE.fullmatch(instruction.opcode) or instruction.target in _BUFFERS):
+            yield instruction
+
+
+# Bytes that a GPU kernel reads and writes.
+
+
+def bytes_moved(kernel: Instruction) -> int:
+    """Returns the number of bytes that one launch of a kernel reads and writes."""
+    if kernel.fused is not None:
+        parameters = (i for i in kernel.fused.instructions.values() if i.opcode == "parameter")
+        return sum(map(_read_from, parameters)) + sum(map(_written_by_fusion, kernel.fused.outputs))
+    operands = list(dict.fromkeys(kernel.operands))
+    written = kernel.bytes
+    if kernel.opcode == "dynamic-update-slice":
+        written = operands[1].bytes
+    # ((operands), results, context); the result of an all-reduce-start is the results alone
+    elif kernel.opcode.endswith("-start") and kernel.opcode != "all-reduce-start":
+        written = max(0, written - sum(o.bytes for o in operands))
+    elif kernel.target.startswith(("__cublas", "__cudnn")):
+        # Of several results the last one may be a workspace.
+        written -= sum(array.bytes for array in kernel.results[1:] if array.dtype in ("s8", "u8"))
+    return written + sum(_read_by(kernel, operand) for operand in operands)
+
+
+def _read_by(user: Instruction, value: Instruction) -> int:
+    """Returns the number of bytes that an instruction reads of its operand ``value``."""
+    if user.operands[0] is value:
+        if user.opcode in SLICES:
+            return user.result.size * value.bytes // max(1, value.result.size)
+        if user.opcode == "dynamic-update-slice":
+            return 0
+    return value.bytes
+
+
+def _read_from(value: Instruction) -> int:
+    """Returns the number of bytes that a fusion reads of a parameter: all, or those of its slices.
+
+    ``value`` is the parameter or a view of it. The bytes count in the dtype of ``value``.
+    """
+    total = 0
+    for user in value.users:
+        if user.opcode in VIEWS and user is not user.computation.root:
+            total += _read_from(user) * value.bytes // max(1, user.bytes)
+        else:
+            total += _read_by(user, value)
+    return min(total, value.bytes)
+
+
+def _written_by_fusion(output: Instruction) -> int:
+    """Returns the number of bytes that a fusion writes for one output: all, or a slice of a parameter."""
+    made = _behind_bitcasts(output)
+    if made.opcode == "dynamic-update-slice":
+        whole, update = made.operands[:2]
+        if _behind_bitcasts(whole).opcode == "parameter":
+            return update.bytes
+    return output.bytes
+
+
+def _behind_bitcasts(value: Instruction) -> Instruction:
+    while value.opcode == "bitcast":
+        value = value.operands[0]
+    return value
+
+
+# Bytes that a device sends.
+
+
+_TIMES_SENT: dict[str, Callable[[int], int]] = {
+    "all-gather": lambda size: size * (size - 1),
+    "all-reduce": lambda size: 2 * (size - 1),
+    "all-to-all": lambda size: size - 1,
+    "collective-broadcast": lambda size: size,
+    "collective-permute": lambda size: size,
+    "ragged-all-to-all": lambda size: size - 1,
+    "reduce-scatter": lambda size: size - 1,
+}
+"""How often each device sends its part of the operand, by the collective operation and the size of a group.
+
+A device sends to the ``size - 1`` other devices of its group their parts of its operand, and in an
+all-gather the whole operand. An all-reduce is a reduce-scatter and an all-gather. A ragged all-to-all
+counts as an all-to-all of its whole data operand, since its sizes are not known."""
+
+
+def collective_of(kernel: Instruction) -> str:
+    """Returns the name of a collective operation, such as ``all-gather``; empty for other kernels."""
+    name = kernel.opcode.removesuffix("-start")
+    return name if name in _TIMES_SENT else ""
+
+
+def bytes_sent(collective: Instruction, num_devices: int) -> int:
+    """Returns the bytes that each device sends in one run of a collective operation."""
+    kind, size = collective_of(collective), _group_size(collective, num_devices)
+    # The operands of a ragged all-to-all are data, a buffer for the result, and numbers.
+    operands = collective.operands[: 1 if kind == "ragged-all-to-all" else None]
+    return sum(operand.bytes for operand in operands) * _TIMES_SENT[kind](size) // size
+
+
+def _group_size(collective: Instruction, num_devices: int) -> int:
+    """Returns the number of devices in a group; all groups must have the same size."""
+    text = collective.attributes.partition("replica_groups=")[2]
+    if text.startswith("{}") or not text:  # all devices
+        return num_devices
+    if text.startswith("{{"):  # {{0,1},{2,3}}
+        return text.partition("}")[0].count(",") + 1
+    if found := re.match(r"\[\d+,(\d+)\]", text):  # [groups,size]<=[...]
+        return int(found[1])
+    if found := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):  # mesh['x'=2,'y'=4] {'x'}
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+        # An axis may be a part of an axis of the mesh: 'x':(2)4 is a part of size 4.
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    raise ValueError(f"the groups of this collective are not in a known form: {text[:200]}")
