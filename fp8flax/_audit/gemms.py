@@ -203,21 +203,17 @@ def _split_sums(dot: Instruction, kernel: Instruction) -> set[int]:
     return summed
 
 
-def _fp8_sources(value: Instruction, element: int = 0) -> Iterator[str]:
-    """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of its fusion.
-
-    ``element`` is the index of the value in a tuple.
-    """
+def _fp8_sources(value: Instruction) -> Iterator[str]:
+    """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of its fusion."""
     caller = value.computation.caller
+    whole = value.operands[0] if value.opcode == "get-tuple-element" else value
     if value.result.dtype.startswith(_NARROW) and len(value.results) == 1:
         yield value.result.dtype
     elif value.opcode == "parameter" and caller is not None and caller.fused is not None:
         yield from _fp8_sources(caller.operands[int(value.text)])
-    elif value.opcode == "get-tuple-element":
-        yield from _fp8_sources(value.operands[0], int(value.attribute("index") or 0))
-    elif value.fused is not None:
-        outputs = value.fused.outputs
-        yield from _fp8_sources(outputs[min(element, len(outputs) - 1)])
+    elif whole.fused is not None:
+        outputs = whole.fused.outputs
+        yield from _fp8_sources(outputs[min(int(value.attribute("index") or 0), len(outputs) - 1)])
     elif value.opcode in _VALUE_KEEPING:
         for operand in value.operands:
             yield from _fp8_sources(operand)

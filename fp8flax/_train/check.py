@@ -134,7 +134,7 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Raises:
         TypeError: scaling state is not float32.
-        ValueError: the state is wrong, or was donated; the message says what to do.
+        ValueError: the state is wrong; the message says what to do.
 
     Warns:
         UserWarning: there is no state; or some histories are all zeros, or did not move.
@@ -189,12 +189,6 @@ def _states(variables: Any) -> dict[str, ScalingState]:
     """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
     paths, leaves, _ = flatten(variables)
     places = Places.of(paths, leaves)
-    for i in [i for pair in places.pairs for i in pair]:
-        if isinstance(leaves[i], jax.Array) and leaves[i].is_deleted():
-            raise ValueError(
-                f"The value of {path_str(paths[i])} is lost, because a step took it by donate_argnums. "
-                "Copy the variables before the step: jax.tree.map(jnp.copy, variables)."
-            )
     return dict(zip((path_str(paths[j]) for _, j in places.pairs), places.states(leaves)))
 
 

@@ -184,12 +184,6 @@ class TestCheckState:
             with pytest.raises(ValueError, match=f"{FIRST}input_amax_history is not in both"):
                 fp8.check_state(variables, before=before)
 
-    def test_a_donated_tree(self):
-        before, variables = trained(1), trained(2)
-        op_of(before)["input_scale"].delete()
-        with pytest.raises(ValueError, match=f"{FIRST}input_scale is lost.*Copy the variables"):
-            fp8.check_state(variables, before=before)
-
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
