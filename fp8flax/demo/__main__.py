@@ -13,9 +13,6 @@ from pathlib import Path
 import jax
 
 try:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     from fp8flax.demo import report, training
 except ImportError as error:
     sys.exit(f"fp8flax.demo: {error.name} is missing; install it with: pip install 'fp8flax[demo]'")
@@ -43,23 +40,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def train_both(task: training.Task, seed: int, console: Console) -> report.Runs:
-    """Trains in both precisions; shows a bar on a terminal, otherwise a line after each evaluation."""
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    runs: report.Runs = {precision: [] for precision in training.PRECISIONS}
-    is_terminal = console.file.isatty()
-    with Progress(*columns, console=console, disable=not is_terminal) as progress:
-        for precision, run in runs.items():
-            bar = progress.add_task(precision, total=task.steps)
-            for figures in training.train(task, precision, seed):
-                run.append(figures)
-                text = f"{precision}, loss {figures['loss']:.3f}"
-                progress.update(bar, advance=1, description=text)
-                if not is_terminal and "validation loss" in figures:
-                    console.print(f"{text} after step {figures['step']} of {task.steps}")
-    return runs
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the demo, or only its audit."""
     options = parse(argv)
@@ -74,11 +54,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
     except (ImportError, ValueError) as error:  # an extra or the data is missing
         sys.exit(f"fp8flax.demo: {error}")
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    runs = train_both(task, options.seed, console)
-    console.print("Counting what FP8 gives. The step is compiled for an H200, which takes up to a minute.")
+
+    runs: report.Runs = {precision: [] for precision in training.PRECISIONS}
+    for precision, run in runs.items():
+        for figures in training.train(task, precision, options.seed):
+            run.append(figures)
+            if "validation loss" in figures:
+                done = f"after step {figures['step']} of {task.steps}"
+                print(f"{precision}, loss {figures['loss']:.3f} {done}", flush=True)
+    print("Counting what FP8 gives. To compile the step for an H200 takes up to a minute.", flush=True)
     out = Path(options.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    console.print(report.write(out, task, runs, vars(options)))
+    print(report.write(out, task, runs, vars(options)))
 
 
 if __name__ == "__main__":
