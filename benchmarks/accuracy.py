@@ -80,11 +80,6 @@ def _log_normal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     return 1e-4 * rng.choice((-1.0, 1.0), shape) * np.exp(2 * rng.standard_normal(shape))
 
 
-def three_gemms(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
-    """Returns the products of a Dense layer, by ``GEMMS``."""
-    return x @ w, g @ w.T, x.T @ g
-
-
 KINDS: dict[str, Callable[[np.random.Generator, Shape], np.ndarray]] = {
     "Gaussian": _gaussian,
     "outliers": _outliers,
@@ -100,7 +95,8 @@ def data(kind: str, sizes: Shape, seed: int) -> tuple[Arrays, Arrays]:
     w = _gaussian(rng, (K, N)) / math.sqrt(K)  # first, so that it is the same for all kinds
     x, g = KINDS[kind](rng, (M, K)), KINDS[kind](rng, (M, N))
     narrow = tuple(array.astype(np.float32) for array in (x, w, g))
-    return narrow, three_gemms(*(array.astype(np.float64) for array in narrow))
+    x, w, g = (array.astype(np.float64) for array in narrow)
+    return narrow, (x @ w, g @ w.T, x.T @ g)
 
 
 def make_layer(name: str, features: int) -> nn.Dense:

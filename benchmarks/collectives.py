@@ -127,9 +127,7 @@ COLUMNS: Columns = {
 def beside_bf16(report: Row, name: str) -> list[Row]:
     """Returns for each layout the bytes in bf16, and those of each recipe divided by them.
 
-    Args:
-        report: the report of ``measure``.
-        name: ``"step"`` or ``"backward"``.
+    ``name`` is ``"step"`` or ``"backward"``.
     """
     sent = {(row["layout"], row["recipe"]): sum(row[name].values()) for row in report["rows"]}
     rows = []

@@ -144,11 +144,7 @@ def write(report: Row, path: Path) -> None:
 
 
 def make_step(apply: Callable[..., jax.Array]) -> Callable[..., tuple[Any, ...]]:
-    """Returns the step ``(variables, *inputs, g) -> (output, gradients of variables and of each input)``.
-
-    Args:
-        apply: a Linen module's ``apply``.
-    """
+    """Returns the step ``(variables, *inputs, g) -> (output, gradients of variables and inputs)``."""
 
     def step(variables: Any, *inputs_and_g: jax.Array) -> tuple[Any, ...]:
         *inputs, g = inputs_and_g
@@ -165,7 +161,21 @@ def second_step(step: Callable[..., Any], variables: Any, *tensors: jax.Array) -
     return step(variables, *tensors)
 
 
-# Statistics.
+# Counts and statistics.
+
+
+def counts_of(report: fp8.AuditReport) -> Row:
+    """Returns what an audit counts in a program."""
+    return {
+        "gemms": report.num_gemms,
+        "fp8_gemms": report.num_fp8_gemms,
+        "maybe_fp8_gemms": sum(gemm.may_be_fp8 for gemm in report.gemms),
+        "kernels": report.num_kernels,
+        "launches": report.num_launches,
+        "gemm_bytes": report.gemm_bytes,
+        "other_bytes": report.other_bytes,
+        "temp_bytes": report.temp_bytes,
+    }
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

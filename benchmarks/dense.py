@@ -85,7 +85,6 @@ def _with_recipe(recipe: fp8.Recipe) -> Contender:
     return _with_op(f"fp8flax.Fp8DotGeneralOp(recipe={recipe})", fp8.Fp8DotGeneralOp, recipe=recipe)
 
 
-XLAS_CHOICE = fp8.DelayedScaling(accumulation=("default", "default", "default"))
 CONTENDERS = {
     "bf16": _with_op("lax.dot_general in bfloat16", None),
     "flax-qdq": _with_op("flax.linen.fp8_ops.Fp8DotGeneralOp, delayed scaling", fp8_ops.Fp8DotGeneralOp),
@@ -104,7 +103,7 @@ CONTENDERS = {
     "fp8flax-triton": _with_op(
         'the same with accumulation "default" for all three GEMMs (XLA\'s own Triton kernels)',
         fp8.Fp8DotGeneralOp,
-        recipe=XLAS_CHOICE,
+        recipe=fp8.DelayedScaling(accumulation=("default", "default", "default")),
     ),
     "fp8flax-qdq": _with_op(
         'fp8flax.Fp8DotGeneralOp(form="qdq"): quantize, dequantize, multiply',
@@ -136,17 +135,8 @@ def count(name: str, shape: Shape, target: str) -> Row:
         report = fp8.audit(common.make_step(layer.apply), *args, target=target)
     except Exception as error:
         return {**row, "not_measured": common.reason_of(error)}
-    return {
-        **row,
-        "fp8_gemms": report.num_fp8_gemms,
-        "maybe_fp8_gemms": sum(gemm.may_be_fp8 for gemm in report.gemms),
-        "gemms": report.num_gemms,
-        "kernels": report.num_kernels,
-        "gemm_bytes": report.gemm_bytes,
-        "other_bytes": report.other_bytes,
-        "temp_bytes": report.temp_bytes,
-        "backends": sorted({gemm.backend for gemm in report.gemms}),
-    }
+    backends = sorted({gemm.backend for gemm in report.gemms})
+    return {**row, **common.counts_of(report), "backends": backends}
 
 
 def measure(target: str, shapes: Sequence[Shape]) -> Row:

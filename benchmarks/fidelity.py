@@ -67,7 +67,6 @@ from fp8flax.demo.training import Settings, make_optimizer
 
 RESULT = common.RESULTS / "fidelity.json"
 QUESTION, METHOD = common.question_and_method(__doc__)
-PERTURBATION = 1e-3
 SMALL = Settings(steps=2000, width=64, length=64, batch_size=8, validation_batches=64)
 Corpus = tuple[np.ndarray, np.ndarray]
 """The bytes for training and for validation."""
@@ -102,7 +101,7 @@ class Contender:
 
 CONTENDERS = {
     "bf16": Contender(),
-    "bf16-chance": Contender(perturbation=PERTURBATION),
+    "bf16-chance": Contender(perturbation=1e-3),
     **{name: Contender(recipe=recipe) for name, recipe in training.RECIPES.items()},
     "flax-direct": Contender(op=flax_ops.Fp8DirectDotGeneralOp, is_flax=True),
     "flax-qdq": Contender(op=flax_ops.Fp8DotGeneralOp, is_flax=True),

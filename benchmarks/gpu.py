@@ -39,11 +39,10 @@ from jax import lax
 import fp8flax as fp8
 from benchmarks import accuracy, common, dense, llama
 from benchmarks.common import Row, Shape
+from fp8flax._core.gemm.gpus import GPUS
 
 QUESTION, METHOD = common.question_and_method(__doc__)
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
-TARGETS = {"H100": "h100", "H200": "h200", "B200": "b200", "L40S": "l40s", "RTX 4090": "rtx4090"}
-"""Targets of the audit, by a part of the device's name."""
 CALLS, ROUNDS = 20, 6
 BASE = "bf16"
 
@@ -59,20 +58,11 @@ Programs = Mapping[str, Callable[[], Program]]
 """Makes each program of an entry, by its name."""
 
 
-class Entry(NamedTuple):
-    """A row of the table: programs that are timed together, or layers whose values are compared."""
-
-    name: str
-    programs: Programs
-    """Empty if ``values`` is not None."""
-    values: Callable[[], Row] | None = None
-
-
 # Values.
 
 
-def compare(layer: nn.Module, shape: Shape) -> Row:
-    """Compares a layer on the device with the same on the CPU."""
+def compared(layer: nn.Module, shape: Shape) -> dict[str, Row]:
+    """Compares a layer on the device with the same on the CPU; returns a row."""
     M, K, N = shape
     cpu, device = jax.devices("cpu")[0], jax.devices()[0]
     step = jax.jit(common.make_step(accuracy.applied(layer)))
@@ -88,14 +78,7 @@ def compare(layer: nn.Module, shape: Shape) -> Row:
         row[gemm] = float(np.linalg.norm(np.asarray(ours) - theirs) / np.linalg.norm(theirs))
     states = [jax.tree.leaves(step[1].get(common.OWG, {})) for step in (got, wanted)]
     row["states_that_differ"] = sum(int(np.sum(np.asarray(a) != np.asarray(b))) for a, b in zip(*states))
-    return row
-
-
-def values(shape: Shape, recipes: Sequence[str]) -> Iterator[Entry]:
-    """Yields an entry for each recipe of ``benchmarks/accuracy.py``."""
-    for name in recipes:
-        layer = accuracy.make_layer(name, shape[2])
-        yield Entry(f"values/{common.text_of(shape)}/{name}", {}, partial(compare, layer, shape))
+    return {"device": row}
 
 
 # Programs.
@@ -175,15 +158,24 @@ OF_TRANSFORMER_ENGINE = tuple((15872, k, n) for k, n in ((4096, 12288), (4096, 4
 RECIPES = tuple(name for name in accuracy.RECIPES if name != accuracy.BF16)
 
 
-def table(is_small: bool) -> Iterator[Entry]:
+Entries = Iterator[tuple[str, Callable[[], dict[str, Row]]]]
+"""The name of each entry, and the function that measures its rows, by program."""
+
+
+def table(is_small: bool) -> Entries:
     """Yields all entries, the most telling first; small ones take seconds on a CPU."""
     square, first = ((16,) * 3, (32,) * 3) if is_small else ((8192, 4096, 4096),) * 2
-    others = () if is_small else OF_TRANSFORMER_ENGINE
-    yield from values((32, 64, 32) if is_small else (512, 768, 384), RECIPES)
-    yield Entry(f"gemm/{common.text_of(square)}", gemm_programs(square))
-    yield Entry(f"dense/{common.text_of(first)}", dense_programs(first, tuple(dense.CONTENDERS)))
-    yield Entry("llama", llama_programs(64, 64) if is_small else llama_programs(4096, llama.ROWS))
-    yield from (Entry(f"dense/{common.text_of(shape)}", dense_programs(shape, FEW)) for shape in others)
+    of_layer = (32, 64, 32) if is_small else (512, 768, 384)
+    for name in RECIPES:
+        layer = accuracy.make_layer(name, of_layer[2])
+        yield f"values/{common.text_of(of_layer)}/{name}", partial(compared, layer, of_layer)
+    yield f"gemm/{common.text_of(square)}", partial(timed, gemm_programs(square))
+    contenders = tuple(dense.CONTENDERS)
+    yield f"dense/{common.text_of(first)}", partial(timed, dense_programs(first, contenders))
+    sizes = (64, 64) if is_small else (4096, llama.ROWS)
+    yield "llama", partial(timed, llama_programs(*sizes))
+    for shape in () if is_small else OF_TRANSFORMER_ENGINE:
+        yield f"dense/{common.text_of(shape)}", partial(timed, dense_programs(shape, FEW))
 
 
 # Measuring.
@@ -192,20 +184,18 @@ def table(is_small: bool) -> Iterator[Entry]:
 def predicted(program: Program) -> Row:
     """Returns what the audit reads from a program as tuned here, and its predicted time without the GPU."""
     name = jax.devices()[0].device_kind
-    target = next((target for part, target in TARGETS.items() if part in name), "local")
+    target = next((key for key, gpu in GPUS.items() if gpu.name in name), "local")
     audit = partial(fp8.audit, program.function, jax.eval_shape(program.carry))
     report = audit(target="local")
     return {
         "predicted_seconds": audit(target=target).predicted_seconds.get("total"),
         "backends": sorted({f"{gemm.backend}, {gemm.accumulation}" for gemm in report.gemms}),
-        "fp8_gemms": report.num_fp8_gemms,
-        "gemms": report.num_gemms,
-        "launches": report.num_launches,
+        **common.counts_of(report),
     }
 
 
-def timed(programs: Programs) -> Row:
-    """Compiles the programs of an entry and times them; returns a row for each."""
+def timed(programs: Programs) -> dict[str, Row]:
+    """Compiles programs and times them together; returns a row for each."""
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[], None]] = {}
     for name, make in programs.items():
@@ -241,11 +231,11 @@ def running(program: Program) -> Callable[[], None]:
     return run
 
 
-def measure(entry: Entry) -> Row:
+def measure(entry: Callable[[], dict[str, Row]]) -> dict[str, Row]:
     """Returns the rows of an entry by program, or why there are none."""
     try:
         with common.quiet():
-            return {"device": entry.values()} if entry.values else timed(entry.programs)
+            return entry()
     except Exception as error:
         return {"device": {"not_measured": common.reason_of(error)}}
     finally:
@@ -294,9 +284,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{path} is from another machine or other versions: name another file by --json."
             )
         report["entries"] = old["entries"]
-    for entry in table(args.small):
-        if entry.name.startswith(args.only) and entry.name not in report["entries"]:
-            report["entries"][entry.name] = measure(entry)
+    for name, entry in table(args.small):
+        if name.startswith(args.only) and name not in report["entries"]:
+            report["entries"][name] = measure(entry)
             common.write(report, path)
     print("\n" + text(report["entries"]))
 

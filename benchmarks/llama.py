@@ -14,17 +14,14 @@ from flax.linen import fp8_ops
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import fp8flax as fp8
+from benchmarks import accuracy
 from benchmarks.dense import with_qwix
 
 ROWS, FEED_FORWARD = 8192, 3.5
 """The rows of the input, and the width of the feed-forward part over the width of the model."""
-RECIPES: dict[str, fp8.Recipe] = {
-    "delayed": fp8.DelayedScaling(),
-    "current": fp8.Float8CurrentScaling(),
-    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
-    "block128": fp8.Float8BlockScaling(),
-    "mxfp8": fp8.MXFP8BlockScaling(),
-    "nvfp4": fp8.NVFP4BlockScaling(),
+RECIPES = {
+    name: accuracy.RECIPES[name]
+    for name in ("delayed", "current", "axiswise", "block128", "mxfp8", "nvfp4")
 }
 OTHERS = ("flax-direct", "flax-qdq", "qwix")
 

@@ -51,17 +51,8 @@ def predict(gpu: str, width: int, how: str) -> Row:
         report = fp8.audit(step, jax.eval_shape(initial), x, target=gpu)
     except Exception as error:
         return {**row, "not_measured": common.reason_of(error)}
-    return {
-        **row,
-        "ms": round(1e3 * report.predicted_seconds["total"], 3),
-        "gemms": report.num_gemms,
-        "fp8_gemms": report.num_fp8_gemms,
-        "maybe_fp8_gemms": sum(gemm.may_be_fp8 for gemm in report.gemms),
-        "launches": report.num_launches,
-        "gemm_bytes": report.gemm_bytes,
-        "other_bytes": report.other_bytes,
-        "temp_bytes": report.temp_bytes,
-    }
+    ms = round(1e3 * report.predicted_seconds["total"], 3)
+    return {**row, "ms": ms, **common.counts_of(report)}
 
 
 def measure() -> Row:

@@ -100,10 +100,6 @@ def transformer(sizes: Shape) -> Task:
 TASKS: dict[str, Callable[[Shape], Task]] = {"mlp": mlp, "transformer": transformer}
 
 
-def make_loss(task: Task, state: Any, inputs: jax.Array, targets: jax.Array) -> Callable[[Any], jax.Array]:
-    return lambda variables: task.loss(state.apply_fn(variables, inputs), targets)
-
-
 def make_run(task: Task, contender: Contender, dtype: str) -> Callable[[], None]:
     """Returns a function that takes a training step from the state that the last step left."""
     model = task.make_model(contender.dot_general_cls, jnp.dtype(dtype))
@@ -112,7 +108,9 @@ def make_run(task: Task, contender: Contender, dtype: str) -> Callable[[], None]
     state = contender.train_state.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-3))
 
     def step(state: Any, inputs: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
-        loss_fn = make_loss(task, state, inputs, targets)
+        def loss_fn(variables: Any) -> jax.Array:
+            return task.loss(state.apply_fn(variables, inputs), targets)
+
         loss, grads = contender.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
 

@@ -168,7 +168,7 @@ def test_compared_takes_runs_of_one_length_and_size():
 # The benchmark for a GPU.
 
 
-ENTRIES = {entry.name: entry for entry in gpu.table(is_small=True)}
+ENTRIES = dict(gpu.table(is_small=True))
 FAST = "gemm/16x16x16"
 
 
