@@ -214,16 +214,14 @@ def compile_for(
         return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
 
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))
-    platforms: dict[str, Any] = {}
     if target.gpu is not None:
         takes_algorithms[0] = compiles_algorithms()
-        platforms = {"lowering_platforms": ("cuda",)}
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known to the end.
     with compiling_for(target.gpu):
         traced = jitted.trace(*shapes, **named)  # may compute constants on the CPU
         # JAX would lower a program without any sharding for the CPU.
         with jax.default_device(target.device):
-            lowered = traced.lower(**platforms)
+            lowered = traced.lower(lowering_platforms=None if target.gpu is None else ("cuda",))
         text = lowered.as_text(debug_info=True)
         options = {"xla_gpu_enable_triton_gemm": False} if is_without_triton(target, text) else None
         # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles

@@ -175,8 +175,7 @@ def parse(text: str) -> Program:
             instruction.called = [computations[name] for name in called if name in computations]
             for one in instruction.called:
                 one.caller = instruction
-    if entry is None:
-        raise ValueError("this is not the text of an HLO module: it has no entry computation.")
+    assert entry is not None, "the text of an HLO module has an entry computation"
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     instructions = [i for one in computations.values() for i in one.instructions.values()]
     return Program(list(_kernels_of(entry)), instructions, math.prod(map(int, counts)))
@@ -252,10 +251,8 @@ def _read_from(value: Instruction) -> int:
 def _written_by_fusion(output: Instruction) -> int:
     """Returns the number of bytes that a fusion writes for one output: all, or a slice of a parameter."""
     made = _behind_bitcasts(output)
-    if made.opcode == "dynamic-update-slice":
-        whole, update = made.operands[:2]
-        if _behind_bitcasts(whole).opcode == "parameter":
-            return update.bytes
+    if made.opcode == "dynamic-update-slice" and _behind_bitcasts(made.operands[0]).opcode == "parameter":
+        return made.operands[1].bytes
     return output.bytes
 
 

@@ -67,6 +67,11 @@ UPDATED = (
     "%row = f32[1,1024]{1,0} bitcast(%wide)",
     "%update = f32[8,1024]{1,0} dynamic-update-slice(%p0, %row, %p2, %z)",
 )
+MADE = (
+    "%z = s32[] constant(0)",
+    "%zeros = f32[8,1024]{1,0} broadcast(%z)",
+    "%update = f32[8,1024]{1,0} dynamic-update-slice(%zeros, %p0, %p1, %z)",
+)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,7 @@ UPDATED = (
             UPDATED,
             6 * 1024 + 4,
         ),
+        (["f32[1,1024]", "s32[]"], "%y = f32[8,1024] fusion(%p0, %p1), calls=%fused", MADE, 9 * 4096 + 4),
     ],
 )
 def test_bytes_of_a_kernel(types, line, fused, size):
@@ -230,6 +236,19 @@ def test_split_sums_count_as_one_product(summed, batch, k):
         f"%r = f32[{reduced}]{{2,1,0}} reduce(%y, %z), dimensions={{{summed}}}, to_apply=%add",
     )
     assert sizes(gemm_of(["bf16[2,3,8,5]", "bf16[2,3,5,4]"], *lines)) == (batch, 8, k, 4)
+
+
+def test_an_operand_that_a_fusion_casts_beside_another():
+    both = "(bf16[8,8], bf16[8,8])"
+    casts = "%a = bf16[8,8] negate(%p1)", "%b = bf16[8,8] convert(%p0)", f"%t = {both} tuple(%a, %b)"
+    types = ["f8e4m3fn[8,8]", "bf16[8,8]"]
+    lines = (
+        f"%f = {both} fusion(%p0, %p1), calls=%fused",
+        *(f"%x{i} = bf16[8,8] get-tuple-element(%f), index={i}" for i in range(2)),
+        "%y = bf16[8,8] dot(%x0, %x1), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    )
+    found = gemm_of(types, *lines, called=[computation("%fused", types, *casts)])
+    assert found.fp8_sources == ("", "float8_e4m3fn")
 
 
 def test_sizes_of_a_dot_follow_its_dimension_numbers():
