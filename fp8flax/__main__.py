@@ -1,18 +1,14 @@
 """``python -m fp8flax`` prints versions and devices, for a bug report."""
 
 import importlib.metadata
-import os
-import platform
 import sys
-from collections import Counter
 
 import jax
 
 import fp8flax
 from fp8flax._core.gemm.gpus import NATIVE_FP8, compute_capability_of
 
-_PACKAGES = ("fp8flax", "jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUMERIC_RANK_PROMOTION", "JAX_ENABLE_X64")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 def _version(name: str) -> str:
@@ -23,19 +19,16 @@ def _version(name: str) -> str:
 
 
 def _device(device: jax.Device) -> str:
-    capability = getattr(device, "compute_capability", "")
     has_units = compute_capability_of(device) >= NATIVE_FP8
     units = "multiplies FP8" if has_units else "no FP8 units; the same values are emulated"
-    return f"{device.device_kind} ({' '.join(filter(None, (device.platform, capability)))}): {units}"
+    return f"{device.device_kind} ({device.platform}): {units}"
 
 
 def main() -> None:
-    """Prints one line for each thing that a bug report needs."""
-    lines = [f"fp8flax {fp8flax.__version__}, Python {platform.python_version()}, {platform.platform()}"]
-    lines += [f"{name}: {_version(name)}" for name in _PACKAGES]
-    lines += [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    """Prints one line for each thing that a bug report needs, and what JAX prints for one."""
+    lines = [f"fp8flax {fp8flax.__version__}", *(f"{name}: {_version(name)}" for name in _PACKAGES)]
     try:
-        lines += [f"{count} × {device}" for device, count in Counter(map(_device, jax.devices())).items()]
+        lines += [*sorted(set(map(_device, jax.devices()))), jax.print_environment_info(return_string=True)]
     except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not available
         lines += [f"no device: {error}"]
     sys.stdout.write("\n".join(lines) + "\n")
