@@ -236,7 +236,7 @@ def _accumulation(dot: Instruction) -> str:
 def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> AuditedGemm:
     """Returns a GEMM with the statement whether FP8 or FP4 units of ``target`` compute it, and why not.
 
-    ``without_triton`` says whether XLA was not allowed to use its Triton GEMMs, see ``compile_lowered``.
+    ``without_triton`` says whether XLA was not allowed to use its Triton GEMMs, see ``compile_for``.
     CublasLt then has also GEMMs that do not ask for it.
     """
     if _has_operands(gemm, "float4") and gemm.backend == "cuDNN":
