@@ -50,7 +50,7 @@ _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
-_E8M0 = np.dtype(jnp.float8_e8m0fnu)
+E4M3, _E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
 _SCALE_DTYPES = [_E8M0, *(np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16))]
 
 
@@ -249,7 +249,7 @@ def _quantized(
     block = tuple(map(_width, shape, counts))
     of_rows = len(block) > 1 and {*block[:-1]} == {1}
     if tensor_scale is not None:
-        is_right = of_rows and 16 * counts[-1] == shape[-1] and scale.dtype == np.dtype(jnp.float8_e4m3fn)
+        is_right = of_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
         is_right &= tensor_scale.dtype == np.float32 and tensor_scale.size == math.prod(shape[:-2])
     else:
         # A file of MXFP8 may hold the bytes of its scales.

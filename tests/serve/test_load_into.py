@@ -261,9 +261,9 @@ def test_all_faults_are_in_one_error(tmp_path):
     for part in (
         "missing from the checkpoint: params/down/kernel (as down.kernel or down.weight)",
         "left over in it: more.weight",
-        "params/up/kernel from up.weight: a weight (out, in) of shape [200, 300] does not become [200",
-        "params/norm/scale from norm.scale: it must have the shape [5], and has [4]",
-        "params/up/bias from up.bias: it must have the shape [300], and has [200]",
+        "params/up/kernel from up.weight: its shape [200, 300] does not become [200, 300]",
+        "params/norm/scale from norm.scale: its shape [4] does not become [5]",
+        "params/up/bias from up.bias: its shape [200] does not become [300]",
     ):
         assert part in str(error.value)
 
