@@ -41,16 +41,16 @@ DTYPES = {
 # The formats differ in the names of tensors.
 _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
-_DIVISOR = "_global_scale"
-"""The ending of scales that divide."""
-_BESIDE = ("", "_scale", "_scale_inv", "_scale_2", _DIVISOR, "_packed", "_zero_point", "_shape", "_g_idx")
+_BESIDE = ("", "_scale", "_scale_inv", "_global_scale", "_scale_2", "_packed", "_zero_point", "_g_idx")
 """Endings of the tensors of a weight. If one is not used, codes times scales are not the weight."""
-_INPUT_SCALES = ("input_scale", "activation_scale", "input" + _DIVISOR)
+_INPUT_SCALES = (("input_scale", "activation_scale"), ("input_global_scale",))
+"""The names of the scale of a layer's input: in FP8, and in NVFP4."""
 _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
 E4M3, _E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
+_E2M1 = np.dtype(jnp.float4_e2m1fn)
 _SCALE_DTYPES = [_E8M0, *(np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16))]
 
 
@@ -148,9 +148,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _entries(path, _read_folder(path) if path.is_dir() else _read_file(path))
 
 
-# Folders of files.
-
-
 def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a folder."""
     _check_config(folder / "config.json")
@@ -180,9 +177,6 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-# The description of the format.
-
-
 def _check_config(where: Path) -> None:
     """Raises ``ValueError`` if a ``config.json`` says that codes times scales are not the weights."""
     config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
@@ -210,63 +204,60 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
             name, scales = "".join(torchao.groups()), [key.removesuffix("qdata") + "scale"]
         elif codes.dtype == np.uint8 and key.endswith("_packed"):  # NVFP4, if it has both scales
             name = key.removesuffix("_packed")
-            scales, of_tensor = [name + "_scale"], name + _DIVISOR
+            scales, of_tensor = [name + "_scale"], name + "_global_scale"
         elif codes.dtype not in FP8_DTYPES:
             continue
         scale = next((part for part in scales if part in tensors), "")
         if not scale or (of_tensor and of_tensor not in tensors):
             continue  # such as an embedding that was cast to FP8
-        inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES]
+        inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES[bool(of_tensor)]]
         of_input = next((part for part in inputs if part in tensors), "")
-        used = [key, scale, of_tensor, of_input]
-        if wrong := [part for end in _BESIDE if (part := name + end) in tensors and part not in used]:
+        parts = {part: tensors[part] for part in (key, scale, of_tensor, of_input) if part}
+        others = [part for end in _BESIDE if (part := name + end) in tensors and part not in parts]
+        entry = _quantized(codes, parts[scale], parts.get(of_tensor), parts.get(of_input))
+        if entry is None or others:
+            parts |= {part: tensors[part] for part in others}
+            found = [f"{part!r} {x.dtype}{list(x.shape)}" for part, x in parts.items()]
             raise ValueError(
-                f"{where}: {name!r} must have codes and one tensor of scales; it also has {wrong[0]!r}, so "
-                "codes times scales are not its value. Such a file is not read."
+                f"{where}: {name!r} must have codes in FP8 and one tensor of scales in float32, bfloat16, "
+                "float16 or E8M0: one per tensor, per output feature or per block of "
+                f"{_WIDTHS} elements. In NVFP4 it must have packed codes (..., out, in / 2), scales (..., "
+                "out, in / 16) in e4m3, and a float32 scale of the tensor. With more tensors, codes times "
+                f"scales are not its value. It has {', '.join(found)}. Correct the file, or save it in "
+                "another format."
             )
-        with np.errstate(all="ignore"):  # a damaged scale may be zero
-            factors = [
-                None if not part else 1 / tensors[part] if part.endswith(_DIVISOR) else tensors[part]
-                for part in used[1:]
-            ]
-        entries[name] = _quantized(where, name, codes, *factors)
-        for part in used:
-            if part not in ("", name):
-                del entries[part]
+        entries[name] = entry
+        for part in parts.keys() - {name}:
+            entries.pop(part, None)
     return entries
 
 
 def _quantized(
-    where: Path, name: str, codes: np.ndarray, scale: Any, tensor_scale: Any, input_scale: Any
-) -> CheckpointTensor:
-    """Returns the entry of a quantized tensor; raises if its scales do not match."""
+    codes: np.ndarray, scale: Any, tensor_scale: Any, input_scale: Any
+) -> CheckpointTensor | None:
+    """Returns the entry of a quantized tensor; None if its scales do not match."""
     dtype, shape, counts = codes.dtype, codes.shape, scale.shape
     if tensor_scale is not None:
-        dtype, shape = np.dtype(jnp.float4_e2m1fn), (*shape[:-1], *(2 * n for n in shape[-1:]))
+        dtype, shape = _E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
     counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
     block = tuple(map(_width, shape, counts))
-    of_rows = len(block) > 1 and {*block[:-1]} == {1}
+    is_in_rows = len(block) > 1 and {*block[:-1]} == {1}
     if tensor_scale is not None:
-        is_right = of_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
+        is_right = is_in_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
         is_right &= tensor_scale.dtype == np.float32 and tensor_scale.size == math.prod(shape[:-2])
+    elif scale.dtype == np.uint8:  # a file of MXFP8 may hold the bytes of its scales
+        is_right, scale = is_in_rows and 1 <= block[-1] <= 32, scale.view(_E8M0)
     else:
-        # A file of MXFP8 may hold the bytes of its scales.
-        is_bytes = scale.dtype == np.uint8 and of_rows and 1 <= block[-1] <= 32
-        is_right = dtype in FP8_DTYPES and (is_bytes or scale.dtype in _SCALE_DTYPES)
-    if 0 in block or len(counts) != len(shape) or not is_right:
-        parts = [f"{x.dtype}{list(x.shape)}" for x in (codes, scale, tensor_scale) if x is not None]
-        raise ValueError(
-            f"{where}: {name!r} must have codes in FP8, and scales in float32, bfloat16, float16 or E8M0: "
-            f"one per tensor, per output feature or per block of {_WIDTHS} elements. In NVFP4 it must have "
-            "packed codes (..., out, in / 2), scales (..., out, in / 16) in e4m3, and one float32 scale of "
-            f"the tensor. It has {', '.join(parts)}. Correct the file."
-        )
+        is_right = scale.dtype in _SCALE_DTYPES
+    if not is_right or 0 in block or len(counts) != len(shape) or dtype not in (*FP8_DTYPES, _E2M1):
+        return None
     if tensor_scale is not None:
-        tensor_scale = tensor_scale.reshape(*shape[:-2], 1, 1)
-    scale = (scale.view(_E8M0) if scale.dtype == np.uint8 else scale).reshape(counts)
-    return CheckpointTensor(codes, dtype, shape, scale, block, input_scale, tensor_scale)
+        with np.errstate(all="ignore"):  # a damaged scale may be zero
+            tensor_scale = 1 / tensor_scale.reshape(*shape[:-2], 1, 1)
+            input_scale = None if input_scale is None else 1 / input_scale
+    return CheckpointTensor(codes, dtype, shape, scale.reshape(counts), block, input_scale, tensor_scale)
 
 
 def _width(size: int, count: int) -> int:
@@ -274,9 +265,6 @@ def _width(size: int, count: int) -> int:
     if count in (1, size):
         return 1 if count == size else size
     return next((width for width in _WIDTHS if -(-size // width) == count), 0)
-
-
-# Single files.
 
 
 def _parsed(text: bytes, where: Path) -> dict[str, Any]:

@@ -135,9 +135,6 @@ def weights_for_serving(
     return _tensors_of(ops, arrays, rename)[0]
 
 
-# Names and layouts.
-
-
 def is_weight_name(name: str) -> bool:
     """Returns whether a tensor of this name is a layer's ``weight``, as in PyTorch."""
     return name.rpartition(".")[2] == "weight"
@@ -261,9 +258,6 @@ def _packed(codes: Any) -> Any:
     return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
 
 
-# Files.
-
-
 def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) -> dict[str, Any] | None:
     """Returns the quantization config that inference servers know; None if they know none.
 
@@ -316,14 +310,13 @@ def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapp
     The library would write the metadata in a random order, so that equal models had different files.
     """
     # Tensors of wide dtypes come first, so that each tensor begins at a multiple of the size of its dtype.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:
         array, start = tensors[name], end
         end += array.nbytes
-        dtype = _NAMES[array.dtype]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     target = path.resolve()  # a symbolic link stays a link

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
@@ -105,7 +106,7 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
 def _variable(tensor: Any, is_swapped: bool, like: Any) -> jax.Array:
     """Returns a tensor with the shape, the dtype and the sharding of a variable."""
     if isinstance(tensor, CheckpointTensor):
-        tensor = tensor.dequantize(like.dtype) if _is_wide(like.dtype) else tensor.codes
+        tensor = tensor.dequantize(like.dtype) if is_wide_float(like.dtype) else tensor.codes
     # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
     # use the memory of an array of NumPy, even with ``may_alias=False``.
     with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
@@ -115,15 +116,8 @@ def _variable(tensor: Any, is_swapped: bool, like: Any) -> jax.Array:
     return jax.device_put(tensor.reshape(like.shape), sharding)
 
 
-# Which tensor becomes which variable.
-
-
 def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Sources:
-    """Returns what each variable is made of.
-
-    Raises:
-        ValueError: variables and tensors do not match. The error lists all faults.
-    """
+    """Returns what each variable is made of; one error lists everything that does not match."""
     # A variable of several dimensions may have a second name.
     names = {path: names_of(path)[: 2 if len(leaf.shape) > 1 else 1] for path, leaf in wanted.items()}
     new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
@@ -163,21 +157,14 @@ def _is_scale(path: Path) -> bool:
     return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
 
 
-# How a tensor becomes a variable.
-
-
 def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
-    """Returns what a variable is made of and, for a frozen kernel, the scales beside it.
-
-    Raises:
-        ValueError: the tensor does not have the shape, the dtype or the scales of the variables.
-    """
+    """Returns what a variable is made of and, for a frozen kernel, the scales beside it, or raises."""
     leaf, is_quantized = leaves[path], isinstance(tensor, CheckpointTensor)
-    is_wide, dtype = _is_wide(leaf.dtype), getattr(tensor, "dtype", None)
+    is_wide, dtype = is_wide_float(leaf.dtype), getattr(tensor, "dtype", None)
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     is_swapped = _is_swapped(path, leaf.shape, name, tensor)
-    if not (dtype == leaf.dtype or (is_wide and (is_quantized or _is_wide(dtype)))):
+    if not (dtype == leaf.dtype or (is_wide and (is_quantized or is_wide_float(dtype)))):
         raise ValueError(
             f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales"
         )
@@ -206,17 +193,8 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     return sources
 
 
-def _is_wide(dtype: Any) -> bool:
-    """Returns whether a dtype is a float of more than 8 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-
-
 def _is_swapped(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> bool:
-    """Returns whether a tensor is a weight ``(..., out, in)``, and not in the order of the variable.
-
-    Raises:
-        ValueError: the tensor does not have the shape of the variable, or may have it in both orders.
-    """
+    """Returns whether a tensor is ``(..., out, in)``, and not in the order of the variable, or raises."""
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
     is_weight, is_swapped = is_weight_name(name), False
     if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
@@ -258,13 +236,7 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
 
 
 def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) -> np.ndarray | None:
-    """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
-
-    Args:
-        weight: the weight in the file, ``(..., out, in)``.
-        kernel: the shape of the frozen kernel.
-        like: the scale of the frozen model, with a shape and a dtype.
-    """
+    """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it."""
     *stack, out, width = weight.shape
     num_summed = _num_summed(weight.shape, kernel)
     rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
