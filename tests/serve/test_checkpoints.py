@@ -319,6 +319,7 @@ def test_headers_that_are_too_long(tmp_path):
         ),
         ({**NVFP4, "weight_global_scale": np.ones(4, np.float32)}, r"float32\[4\]"),
         ({**NVFP4, "weight_global_scale": np.ones(1, np.float16)}, r"float16\[1\]"),
+        ({**NVFP4, "weight_scale": scales_of(0, 4, 2)}, r"'a\.weight_scale' float32\[4, 2\]"),
         ({**NVFP4, "weight": RAGGED}, "'a.weight' float32"),
     ],
 )

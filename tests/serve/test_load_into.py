@@ -337,6 +337,14 @@ def test_a_layout_that_the_shape_does_not_show_is_refused(tmp_path):
             fp8.load_into(kernel, checkpoint)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 200), (1, 2, 3)])
+def test_one_scale_per_tensor_serves_all_features_and_blocks(shape, tmp_path):
+    checkpoint = read(tmp_path, {**LAYER, "up.weight_scale": scales_of(1, 1)})
+    loaded = fp8.load_into(frozen_layer(Op_0={"kernel_scale": jnp.zeros(shape)}), checkpoint)
+    expected = np.broadcast_to(scales_of(1, 1), shape)
+    np.testing.assert_array_equal(loaded["params"]["up"]["Op_0"]["kernel_scale"], expected)
+
+
 def test_wrong_arguments(tmp_path):
     checkpoint = read(tmp_path, CHANNEL)
     with pytest.raises(TypeError, match="checkpoint must be a mapping"):
