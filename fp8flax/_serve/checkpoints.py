@@ -38,26 +38,20 @@ DTYPES = {
     "BOOL": np.bool_,
 }
 
-
-_SLAB = 2**22
-"""Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
 # The formats differ in the names of tensors.
-_SCALES = ("_scale", "_scale_inv")
-_INPUT_SCALES = ("input_scale", "activation_scale")
 _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
-_BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
-"""Endings of tensors beside a weight, with which codes times scales would not be its value."""
-_NVFP4 = ("_packed", "_scale", "_global_scale")
-"""Endings of the tensors of a weight in NVFP4: codes, scales of the blocks, and scale of the tensor."""
-_INPUT_OF_NVFP4 = "input_global_scale"
+_BESIDE = ("", "_scale", "_scale_inv", "_global_scale", "_scale_2", "_packed", "_zero_point", "_g_idx")
+"""Endings of the tensors of a weight. If one is not used, codes times scales are not the weight."""
+_INPUT_SCALES = (("input_scale", "activation_scale"), ("input_global_scale",))
+"""The names of the scale of a layer's input: in FP8, and in NVFP4."""
 _WIDTHS = (16, 32, 64, 128)
 """The sizes of blocks along a dimension: powers of two, of which at most one gives a number of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
-_FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
+E4M3, _E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
 _E2M1 = np.dtype(jnp.float4_e2m1fn)
-_WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
+_SCALE_DTYPES = [_E8M0, *(np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16))]
 
 
 class CheckpointTensor(NamedTuple):
@@ -68,46 +62,36 @@ class CheckpointTensor(NamedTuple):
     """
 
     in_file: np.ndarray
-    """The codes as the file has them. In NVFP4 there are two in a byte."""
+    """The codes as the file has them. In NVFP4 there are two in a byte, the first in its low bits."""
+    dtype: np.dtype
+    shape: tuple[int, ...]
     scale: np.ndarray
     block: tuple[int, ...]
     input_scale: np.ndarray | None
-    tensor_scale: np.ndarray | None = None
+    tensor_scale: np.ndarray | None
 
     @property
     def codes(self) -> np.ndarray:
         """Returns the codes, such as ``(out, in)``."""
-        return self.in_file if self.tensor_scale is None else _unpacked(self.in_file)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Returns the dtype of the codes."""
-        return self.in_file.dtype if self.tensor_scale is None else _E2M1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the tensor."""
-        shape = self.in_file.shape
-        return shape if self.tensor_scale is None else (*shape[:-1], 2 * shape[-1])
+        if self.tensor_scale is None:
+            return self.in_file
+        pairs = np.stack([self.in_file & 15, self.in_file >> 4], -1)
+        return pairs.reshape(self.shape).view(self.dtype)
 
     def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
         """Returns codes times scales, computed in float32 (for float64 in float64), in ``dtype``."""
-        in_file, scale = np.atleast_1d(self.in_file, self.scale)
-        of_tensor = self.tensor_scale
-        result = np.empty(self.shape or (1,), dtype)
+        codes, scale = np.atleast_1d(self.codes, self.scale)
+        *heights, width = self.block or (1,)
+        result, columns = np.empty(codes.shape, dtype), np.arange(codes.shape[-1]) // width
         wide = np.float64 if result.dtype == np.float64 else np.float32
-        step = max(1, _SLAB // max(1, math.prod(self.shape[1:])))
-        for start in range(0, len(result), step):
-            codes = in_file[start : start + step]
-            if of_tensor is not None:
-                codes = _unpacked(codes)
-            places = np.arange(start, start + len(codes)), *map(np.arange, self.shape[1:])
-            scales = scale[np.ix_(*(at // width for at, width in zip(places, self.block or (1,))))]
-            with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
-                values = codes.astype(wide) * scales.astype(wide)
-                if of_tensor is not None:
-                    values *= of_tensor[start if len(of_tensor) > 1 else 0 :][:step].astype(wide)
-                result[start : start + step] = values.astype(dtype)
+        with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
+            # The wide values of a large tensor as a whole could fill the memory.
+            for row in np.ndindex(codes.shape[:-1]):
+                scales = scale[tuple(i // height for i, height in zip(row, heights))][columns]
+                values = codes[row].astype(wide) * scales.astype(wide)
+                if self.tensor_scale is not None:
+                    values *= np.broadcast_to(self.tensor_scale, codes.shape)[row].astype(wide)
+                result[row] = values.astype(dtype)
         return result.reshape(self.shape)
 
 
@@ -164,9 +148,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _entries(path, _read_folder(path) if path.is_dir() else _read_file(path))
 
 
-# Folders of files.
-
-
 def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a folder."""
     _check_config(folder / "config.json")
@@ -196,127 +177,87 @@ def _read_folder(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-# The description of the format.
-
-
 def _check_config(where: Path) -> None:
     """Raises ``ValueError`` if a ``config.json`` says that codes times scales are not the weights."""
     config = _parsed(where.read_bytes(), where).get("quantization_config") if where.is_file() else None
     if config is None:
         return
-    if not isinstance(config, dict) or config.get("quant_method", "fp8") not in _METHODS:
+    if (
+        not isinstance(config, dict)
+        or config.get("quant_method", "fp8") not in _METHODS
+        or config.get("sparsity_config") not in (None, {}, {"format": "dense"})
+        or config.get("transform_config")
+    ):
         raise ValueError(
-            f"{where}: the quant_method must be one of {', '.join(_METHODS)}; got the quantization_config "
-            f"{config!r}."
-        )
-    sparsity = config.get("sparsity_config")
-    if config.get("transform_config") or sparsity not in (None, {}, {"format": "dense"}):
-        raise ValueError(
-            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
-            "weights. Save the model without it."
+            f"{where}: the quant_method must be one of {', '.join(_METHODS)}, without a sparsity_config or "
+            "a transform_config, with which codes times scales are not the weights. Save the model in such "
+            f"a format; got the quantization_config {config!r}."
         )
 
 
 def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
+    """Returns the entries of a checkpoint: each quantized weight together with its scales."""
     entries: dict[str, Any] = dict(tensors)
     for key, codes in tensors.items():
-        torchao = _TORCHAO.fullmatch(key)
-        if not torchao and codes.dtype not in _FLOAT8:
+        name, scales, of_tensor = key, [key + "_scale", key + "_scale_inv"], ""
+        if torchao := _TORCHAO.fullmatch(key):
+            name, scales = "".join(torchao.groups()), [key.removesuffix("qdata") + "scale"]
+        elif codes.dtype == np.uint8 and key.endswith("_packed"):  # NVFP4, if it has both scales
+            name = key.removesuffix("_packed")
+            scales, of_tensor = [name + "_scale"], name + "_global_scale"
+        elif codes.dtype not in FP8_DTYPES:
             continue
-        layer, last = torchao.groups() if torchao else ("", "")
-        name = f"{layer}{last}" if torchao else key
-        candidates = [f"{layer}_{last}_scale"] if torchao else [name + end for end in _SCALES]
-        scales = [candidate for candidate in candidates if candidate in tensors]
-        if not scales:
+        scale = next((part for part in scales if part in tensors), "")
+        if not scale or (of_tensor and of_tensor not in tensors):
             continue  # such as an embedding that was cast to FP8
-        more = [*scales[1:], *(name + end for end in _BESIDE), *[name] * bool(torchao)]
-        if wrong := [other for other in more if other in tensors]:
+        inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES[bool(of_tensor)]]
+        of_input = next((part for part in inputs if part in tensors), "")
+        parts = {part: tensors[part] for part in (key, scale, of_tensor, of_input) if part}
+        others = [part for end in _BESIDE if (part := name + end) in tensors and part not in parts]
+        entry = _quantized(codes, parts[scale], parts.get(of_tensor), parts.get(of_input))
+        if entry is None or others:
+            parts |= {part: tensors[part] for part in others}
+            found = [f"{part!r} {x.dtype}{list(x.shape)}" for part, x in parts.items()]
             raise ValueError(
-                f"{where}: {name!r} must have codes and one tensor of scales; it also has {wrong[0]!r}, so "
-                "codes times scales are not its value. Such a file is not read."
+                f"{where}: {name!r} must have codes in FP8 and one tensor of scales in float32, bfloat16, "
+                "float16 or E8M0: one per tensor, per output feature or per block of "
+                f"{_WIDTHS} elements. In NVFP4 it must have packed codes (..., out, in / 2), scales (..., "
+                "out, in / 16) in e4m3, and a float32 scale of the tensor. With more tensors, codes times "
+                f"scales are not its value. It has {', '.join(found)}. Correct the file, or save it in "
+                "another format."
             )
-        inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES if name.endswith("weight")]
-        used = [*scales, *[one for one in inputs if one in tensors][:1]]
-        entries[name] = _quantized(where, name, codes, *(tensors[one] for one in used))
-        for part in {key, *used} - {name}:
+        entries[name] = entry
+        for part in parts.keys() - {name}:
             entries.pop(part, None)
-    for key, packed in tensors.items():
-        name = key.removesuffix(_NVFP4[0])
-        parts = [name + end for end in _NVFP4]
-        if name == key or packed.dtype != np.uint8 or not all(part in tensors for part in parts):
-            continue
-        if tensors[parts[1]].dtype == np.dtype(jnp.float8_e4m3fn):
-            others = name, *(name + end for end in _BESIDE if end not in _NVFP4)
-            if wrong := [other for other in others if other in tensors]:
-                raise ValueError(
-                    f"{where}: {name!r} in NVFP4 also has {wrong[0]!r}, so codes times scales are not its "
-                    "value. Such a file is not read."
-                )
-            parts += [part for part in [name.removesuffix("weight") + _INPUT_OF_NVFP4] if part in tensors]
-            entries[name] = _nvfp4(where, name, *(tensors[part] for part in parts))
-            for part in parts:
-                del entries[part]
     return entries
 
 
-def _nvfp4(
-    where: Path,
-    name: str,
-    packed: np.ndarray,
-    scale: np.ndarray,
-    of_tensor: np.ndarray,
-    *inputs: np.ndarray,
-) -> CheckpointTensor:
-    """Returns the entry of a tensor in NVFP4; raises if its parts do not match."""
-    *rest, last = scale.shape or (0,)
-    *stack, _ = rest or [0]
-    is_right = len(rest) > 0 and packed.shape == (*rest, 8 * last) and of_tensor.size == math.prod(stack)
-    if not is_right or any(x.dtype != np.float32 for x in (of_tensor, *inputs)):
-        raise ValueError(
-            f"{where}: {name!r} in NVFP4 must have packed codes (..., out, in / 2), scales (..., out, in / "
-            f"16), and one float32 scale of the tensor; got {list(packed.shape)}, {list(scale.shape)} and "
-            f"{of_tensor.dtype}{list(of_tensor.shape)}. Copy the file again."
-        )
-    with np.errstate(all="ignore"):  # a damaged scale may be zero
-        factors = [np.float32(1) / x for x in (of_tensor.reshape(*stack, 1, 1), *inputs)]
-    block = (*(1,) * len(rest), 16)
-    return CheckpointTensor(packed, scale, block, factors[1] if inputs else None, factors[0])
-
-
-def _unpacked(packed: np.ndarray) -> np.ndarray:
-    """Returns the 4-bit codes, of which a byte has two, the first in its low bits."""
-    pairs = np.stack([packed & 15, packed >> 4], -1)
-    return pairs.reshape(*packed.shape[:-1], -1).view(_E2M1)
-
-
 def _quantized(
-    where: Path, name: str, codes: np.ndarray, scale: np.ndarray, input_scale: np.ndarray | None = None
-) -> CheckpointTensor:
-    """Returns the entry of a quantized tensor; raises if its scale does not match."""
-    if codes.dtype not in _FLOAT8:
-        raise ValueError(f"{where}: {name!r} must have codes in FP8; they are {codes.dtype}.")
-    is_bytes, shape = scale.dtype == np.uint8, codes.shape
-    if not (is_bytes or scale.dtype == _E8M0 or scale.dtype in _WIDE):
-        raise ValueError(
-            f"{where}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 or "
-            "E8M0."
-        )
-    counts = scale.shape
+    codes: np.ndarray, scale: Any, tensor_scale: Any, input_scale: Any
+) -> CheckpointTensor | None:
+    """Returns the entry of a quantized tensor; None if its scales do not match."""
+    dtype, shape, counts = codes.dtype, codes.shape, scale.shape
+    if tensor_scale is not None:
+        dtype, shape = _E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
     counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
     block = tuple(map(_width, shape, counts))
-    # A file of MXFP8 may hold the bytes of its scales.
-    is_mx = len(block) > 1 and set(block[:-1]) == {1} and 1 <= block[-1] <= 32
-    if 0 in block or len(counts) != len(shape) or (is_bytes and not is_mx):
-        raise ValueError(
-            f"{where}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
-            f"{list(shape)}. That is not one scale per tensor, per output feature or per block of "
-            f"{_WIDTHS} elements. Correct the file."
-        )
-    scale = (scale.view(_E8M0) if is_bytes else scale).reshape(counts)
-    return CheckpointTensor(codes, scale, block, input_scale)
+    is_in_rows = len(block) > 1 and {*block[:-1]} == {1}
+    if tensor_scale is not None:
+        is_right = is_in_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
+        is_right &= tensor_scale.dtype == np.float32 and tensor_scale.size == math.prod(shape[:-2])
+    elif scale.dtype == np.uint8:  # a file of MXFP8 may hold the bytes of its scales
+        is_right, scale = is_in_rows and 1 <= block[-1] <= 32, scale.view(_E8M0)
+    else:
+        is_right = scale.dtype in _SCALE_DTYPES
+    if not is_right or 0 in block or len(counts) != len(shape) or dtype not in (*FP8_DTYPES, _E2M1):
+        return None
+    if tensor_scale is not None:
+        with np.errstate(all="ignore"):  # a damaged scale may be zero
+            tensor_scale = 1 / tensor_scale.reshape(*shape[:-2], 1, 1)
+            input_scale = None if input_scale is None else 1 / input_scale
+    return CheckpointTensor(codes, dtype, shape, scale.reshape(counts), block, input_scale, tensor_scale)
 
 
 def _width(size: int, count: int) -> int:
@@ -324,9 +265,6 @@ def _width(size: int, count: int) -> int:
     if count in (1, size):
         return 1 if count == size else size
     return next((width for width in _WIDTHS if -(-size // width) == count), 0)
-
-
-# Single files.
 
 
 def _parsed(text: bytes, where: Path) -> dict[str, Any]:

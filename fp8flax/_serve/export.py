@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, NVFP4Quantizer
-from fp8flax._serve.checkpoints import DTYPES, INDEX, SINGLE
+from fp8flax._serve.checkpoints import DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import freeze, front_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
 
@@ -94,17 +94,16 @@ def save_safetensors(
     """
     ops, arrays = front_of(model).described(model, variables)
     path = pathlib.Path(path)
-    tensors = _tensors_of(ops, {name: np.asarray(x) for name, x in arrays.items()}, rename)
+    tensors, wide = _tensors_of(ops, {name: np.asarray(x) for name, x in arrays.items()}, rename)
     if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
         raise ValueError(
             f"{path.parent} has {index.name}, with which loaders would read the older files that it lists. "
             "Delete the index and those files, or save into another folder."
         )
-    wide = [name.rpartition(".")[0] or name for name, found in tensors.items() if _is_wide_kernel(*found)]
     metadata = {"format": "pt"}  # transformers requires the format
     if (quantization := _quantization_config(ops, wide)) is not None:
         metadata["quantization_config"] = json.dumps(quantization)
-    _write(path, {name: array for name, (_, array) in tensors.items()}, metadata)
+    _write(path, tensors, metadata)
 
 
 def weights_for_serving(
@@ -133,10 +132,7 @@ def weights_for_serving(
     frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
     served, variables = frozen if isinstance(frozen, tuple) else (frozen, None)
     ops, arrays = front_of(model).described(served, variables)
-    return {name: array for name, (_, array) in _tensors_of(ops, arrays, rename).items()}
-
-
-# Names and layouts.
+    return _tensors_of(ops, arrays, rename)[0]
 
 
 def is_weight_name(name: str) -> bool:
@@ -164,47 +160,55 @@ def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
     return new
 
 
-def _is_wide_kernel(path: Path, array: Any) -> bool:
-    """Returns whether a variable has the name of a layer's kernel, and a dtype other than FP8."""
-    return path[0] == PARAMS and path[-1] == "kernel" and array.dtype.itemsize > 1
+def names_of(path: Path) -> tuple[str, str]:
+    """Returns the name that a variable has in a file as it is, and the name as a weight ``(out, in)``."""
+    if path[0] == PARAMS and len(path) > 1:
+        path = path[1:]
+    # If the kernel is not named ``kernel``, the module may have several. Its name is then added.
+    layer = path[:-1] if path[-1] == "kernel" and len(path) > 1 else path
+    return ".".join(path), ".".join((*layer, "weight"))
 
 
 def _tensors_of(
     ops: Sequence[ServedOp], arrays: Mapping[Path, Any], rename: Rename | None
-) -> dict[str, tuple[Path, Any]]:
-    """Returns the tensors of a frozen model in a file or in a server, by their sorted names there.
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the tensors of a frozen model in a file or in a server, and its layers without FP8.
 
-    The path of each array of NumPy or JAX comes before its tensor.
+    The tensors are arrays of NumPy or JAX by their sorted names there.
     """
     in_file = _in_file(ops, arrays)
     new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename)
-    found: dict[str, tuple[Path, Any]] = {}
+    found, wide, first = dict[str, Any](), list[str](), dict[str, str]()
     for path, array in sorted(arrays.items()):
         (own_name, groups), place = in_file[path], "/".join(path)
-        name, array = new_names[own_name], _merged(array, groups) if groups else array
-        if groups and array.dtype == jnp.float4_e2m1fn:
-            array = _packed(array)
-        if groups and path[-1] == KERNEL_TENSOR_SCALE:
-            array = _reciprocal(array)
-        if _is_wide_kernel(path, array) and is_weight_name(name):
-            if array.ndim != 2:
-                raise ValueError(
-                    f"rename makes a weight of {place}, of shape {array.shape}. Such a wide kernel must "
-                    "have two dimensions. Give this kernel a name that ends in 'kernel'."
-                )
-            array = array.T
-        if name in found:
+        name = new_names[own_name]
+        if groups:
+            array = _merged(array, groups)
+            if array.dtype == jnp.float4_e2m1fn:
+                array = _packed(array)
+            elif path[-1] == KERNEL_TENSOR_SCALE:
+                array = quotient(jnp.ones_like(array), array)
+        elif path[0] == PARAMS and path[-1] == "kernel" and array.dtype.itemsize > 1:
+            wide.append(name.rpartition(".")[0] or name)
+            if is_weight_name(name):
+                if array.ndim != 2:
+                    raise ValueError(
+                        f"rename makes a weight of {place}, of shape {array.shape}. Such a wide kernel "
+                        "must have two dimensions. Give this kernel a name that ends in 'kernel'."
+                    )
+                array = array.T
+        if first.setdefault(name, place) != place:
             raise ValueError(
-                f"{'/'.join(found[name][0])} and {place} would both be {name!r} in the file. "
-                f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
+                f"{first[name]} and {place} would both be {name!r} in the file. Rename one of the "
+                "parameters, or correct rename."
             )
         if array.dtype not in _NAMES:
             raise ValueError(
                 f"{place} is {array.dtype}, which safetensors files do not hold. Leave its collection out, "
                 "or convert it. (NVFP4 kernels are held that a layer multiplies as they are.)"
             )
-        found[name] = path, array
-    return dict(sorted(found.items()))
+        found[name] = array
+    return dict(sorted(found.items())), wide
 
 
 def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple[str, Groups]]:
@@ -212,25 +216,23 @@ def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple
 
     Without groups, a variable keeps its layout.
     """
-    found = {path: (".".join(path[1:] if path[0] == PARAMS else path), Groups()) for path in paths}
+    found = {path: (names_of(path)[0], Groups()) for path in paths}
     for op in ops:
         if op.kernel is None or op.layout is None:
             continue
-        # If the kernel is not named ``kernel``, the module may have several. Its name is then added.
-        *module, last = op.kernel
-        layer = ".".join(module if last == "kernel" and module else op.kernel)
+        _, weight = names_of((PARAMS, *op.kernel))
         quantizer: Any = op.gemms.forward.rhs
-        end, scale = "weight_scale", ((0,),) if quantizer.has_one_scale else op.layout
+        end, scale = "_scale", ((0,),) if quantizer.has_one_scale else op.layout
         if isinstance(quantizer, InBlocks):  # scales per block have a batch dimension of size 1
-            end, scale = "weight_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
+            end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
         packed = "_packed" * isinstance(quantizer, NVFP4Quantizer)
-        found[PARAMS, *op.kernel] = f"{layer}.weight{packed}", op.layout
-        found[PARAMS, *op.path, KERNEL_SCALE] = f"{layer}.{end}", scale
-        found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = f"{layer}.weight_global_scale", ((0,),)
-        found[PARAMS, *op.path, INPUT_SCALE] = f"{layer}.{INPUT_SCALE}", ((0,),)
-        if last == "kernel":
-            features = tuple(range(len(op.layout[0])))
-            found[PARAMS, *module, "bias"] = ".".join((*module, "bias")), (features,)
+        found[PARAMS, *op.kernel] = weight + packed, op.layout
+        found[PARAMS, *op.path, KERNEL_SCALE] = weight + end, scale
+        found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = weight + "_global_scale", ((0,),)
+        found[PARAMS, *op.path, INPUT_SCALE] = weight.removesuffix("weight") + INPUT_SCALE, ((0,),)
+        if op.kernel[-1] == "kernel":
+            bias = PARAMS, *op.kernel[:-1], "bias"
+            found[bias] = names_of(bias)[0], (tuple(range(len(op.layout[0]))),)
     return {path: found[path] for path in paths}
 
 
@@ -256,14 +258,6 @@ def _packed(codes: Any) -> Any:
     return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
 
 
-def _reciprocal(x: Any) -> Any:
-    """Returns ``1 / x`` of an array of NumPy or JAX with the same bits."""
-    return np.float32(1) / x if isinstance(x, np.ndarray) else quotient(jnp.ones_like(x), x)
-
-
-# Files.
-
-
 def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) -> dict[str, Any] | None:
     """Returns the quantization config that inference servers know; None if they know none.
 
@@ -275,40 +269,37 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None
-    if isinstance(rhs, NVFP4Quantizer) and (lhs is None or isinstance(lhs, NVFP4Quantizer)):
-        float4 = {"num_bits": 4, "type": "float", "symmetric": True}
-        weights = {**float4, "strategy": "tensor_group", "group_size": 16, "dynamic": False}
-        return _compressed_tensors("nvfp4-pack-quantized", weights, None, wide_layers)
     used = [quantizer for quantizer in (lhs, rhs) if quantizer is not None]
-    if any(quantizer.dtype != np.dtype(jnp.float8_e4m3fn) for quantizer in used):
-        return None
-    if [q.scale_columns for q in used] == [128, 128] and getattr(rhs, "block", None) == (128, 128):
+    of_dtype = [(quantizer.dtype, quantizer.scale_columns) for quantizer in used]
+    form: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = None
+    if all(isinstance(quantizer, NVFP4Quantizer) for quantizer in used):
+        kind, form["num_bits"] = "nvfp4-pack-quantized", 4
+        per_kernel = {"strategy": "tensor_group", "group_size": 16}
+    elif of_dtype == [(E4M3, 128)] * 2 and getattr(rhs, "block", None) == (128, 128):
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    if any(isinstance(quantizer, BlockQuantizer) for quantizer in used):
+    elif any(q.dtype != E4M3 or isinstance(q, BlockQuantizer) for q in used):
         return None
-    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**float8, "strategy": "tensor" if rhs.has_one_scale else "channel", "dynamic": False}
-    inputs = None
-    if lhs is not None:
-        strategy = "tensor" if lhs.has_one_scale else "token"
-        inputs = {**float8, "strategy": strategy, "dynamic": not isinstance(lhs, DelayedQuantizer)}
-    return _compressed_tensors("float-quantized", weights, inputs, wide_layers)
-
-
-def _compressed_tensors(kind: str, weights: Any, inputs: Any, wide_layers: Sequence[str]) -> dict[str, Any]:
-    """Returns the config of compressed-tensors for layers that are quantized alike."""
+    else:
+        kind, per_kernel = "float-quantized", {"strategy": "tensor" if rhs.has_one_scale else "channel"}
+        if lhs is not None:
+            per_input = {"strategy": "tensor" if lhs.has_one_scale else "token"}
+            inputs = {**form, **per_input, "dynamic": not isinstance(lhs, DelayedQuantizer)}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**form, **per_kernel, "dynamic": False},
+        "input_activations": inputs,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        },
+        "config_groups": {"group_0": group},
         "ignore": sorted(wide_layers),
     }
 
@@ -319,14 +310,13 @@ def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapp
     The library would write the metadata in a random order, so that equal models had different files.
     """
     # Tensors of wide dtypes come first, so that each tensor begins at a multiple of the size of its dtype.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:
         array, start = tensors[name], end
         end += array.nbytes
-        dtype = _NAMES[array.dtype]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     target = path.resolve()  # a symbolic link stays a link

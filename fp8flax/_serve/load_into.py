@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
+from fp8flax._core.formats import is_wide_float
+from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor
-from fp8flax._serve.export import Rename, is_weight_name, new_names_of
+from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path
 
-Makers = dict[Path, Callable[[], np.ndarray]]
-"""By the path of each variable, a function that makes its array from the checkpoint."""
+Sources = dict[Path, tuple[Any, bool]]
+"""By the path of each variable, its tensor, and whether the last two dimensions are to be swapped."""
 
 _BLOCKS = {np.dtype(jnp.float8_e8m0fnu): (1, 32), np.dtype(jnp.float8_e4m3fn): (1, 16)}
 """The blocks of a weight ``(out, in)`` whose scales have this dtype: MXFP8, NVFP4."""
@@ -98,50 +98,48 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
             )
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
-    for path, make in _makers(wanted, checkpoint, rename).items():
-        leaves[path] = _placed(make(), leaves[path])
+    for path, (tensor, is_swapped) in _sources(wanted, checkpoint, rename).items():
+        leaves[path] = _variable(tensor, is_swapped, leaves[path])
     return treedef.unflatten(leaves.values())
 
 
-def _placed(array: np.ndarray, leaf: Any) -> jax.Array:
-    """Copies an array to the devices that the variable is committed to, or to the default device."""
+def _variable(tensor: Any, is_swapped: bool, like: Any) -> jax.Array:
+    """Returns a tensor with the shape, the dtype and the sharding of a variable."""
+    if isinstance(tensor, CheckpointTensor):
+        tensor = tensor.dequantize(like.dtype) if is_wide_float(like.dtype) else tensor.codes
     # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
     # use the memory of an array of NumPy, even with ``may_alias=False``.
-    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-    return jax.device_put(np.array(array), sharding)
+    with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
+        tensor = np.array(tensor.swapaxes(-1, -2) if is_swapped else tensor, like.dtype, order="C")
+    # Without a committed variable, this is the default device.
+    sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
+    return jax.device_put(tensor.reshape(like.shape), sharding)
 
 
-# Which tensor becomes which variable.
-
-
-def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Makers:
-    """Returns how each variable is made.
-
-    Raises:
-        ValueError: variables and tensors do not match. The error lists all faults.
-    """
-    names = {path: _names(path, leaf) for path, leaf in wanted.items()}
+def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Sources:
+    """Returns what each variable is made of; one error lists everything that does not match."""
+    # A variable of several dimensions may have a second name.
+    names = {path: names_of(path)[: 2 if len(leaf.shape) > 1 else 1] for path, leaf in wanted.items()}
     new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
-    makers: Makers = {}
-    used_by: dict[str, Path] = {}
+    sources: Sources = {}
+    used_by: dict[str, str] = {}
     missing, wrong = list[str](), list[str]()
     # The scales of a frozen kernel come with its tensor, so they are last.
     for path in sorted(wanted, key=_is_scale):
-        if path in makers:
+        if path in sources:
             continue
-        candidates = list(dict.fromkeys(new_names[name] for name in names[path]))
+        place, candidates = "/".join(path), list(dict.fromkeys(new_names[name] for name in names[path]))
         there = [name for name in candidates if name in checkpoint]
         if len(there) != 1:
-            text = f"{'/'.join(path)} (as {' or '.join(candidates)})"
-            (wrong if there else missing).append(text)
+            (wrong if there else missing).append(f"{place} (as {' or '.join(candidates)})")
             continue
         (name,) = there
-        if (first := used_by.setdefault(name, path)) != path:
-            wrong.append(f"{name} is for both {'/'.join(first)} and {'/'.join(path)}")
+        if (first := used_by.setdefault(name, place)) != place:
+            wrong.append(f"{name} is for both {first} and {place}")
         try:
-            makers |= _makers_of(path, wanted, name, checkpoint[name])
+            sources |= _sources_of(path, wanted, name, checkpoint[name])
         except ValueError as error:
-            wrong.append(f"{'/'.join(path)} from {name}: {error}")
+            wrong.append(f"{place} from {name}: {error}")
     left = [name for name in checkpoint if name not in used_by]
     faults = {"missing from the checkpoint": missing, "left over in it": left, "not matching": wrong}
     if any(faults.values()):
@@ -151,7 +149,7 @@ def _makers(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: R
             "rename, leave variables out that the checkpoint does not have, or pass a dict of some of its "
             "tensors."
         )
-    return makers
+    return sources
 
 
 def _is_scale(path: Path) -> bool:
@@ -159,50 +157,20 @@ def _is_scale(path: Path) -> bool:
     return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
 
 
-def _names(path: Path, leaf: Any) -> list[str]:
-    """Returns the names that ``save_safetensors`` may give a variable.
-
-    A variable of several dimensions may have a second name, which ends in ``weight``.
-    """
-    if path[0] == PARAMS and len(path) > 1:
-        path = path[1:]
-    names = [".".join(path)]
-    if len(leaf.shape) > 1:
-        layer = path[:-1] if path[-1] == "kernel" and len(path) > 1 else path
-        names.append(".".join((*layer, "weight")))
-    return names
-
-
-# How a tensor becomes a variable.
-
-
-def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Makers:
-    """Returns how a tensor makes a variable and, for a frozen kernel, the scales beside it.
-
-    Raises:
-        ValueError: the tensor does not have the shape, the dtype or the scales of the variables.
-    """
+def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
+    """Returns what a variable is made of and, for a frozen kernel, the scales beside it, or raises."""
     leaf, is_quantized = leaves[path], isinstance(tensor, CheckpointTensor)
-    is_wide, dtype = _is_wide(leaf.dtype), getattr(tensor, "dtype", None)
+    is_wide, dtype = is_wide_float(leaf.dtype), getattr(tensor, "dtype", None)
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     is_swapped = _is_swapped(path, leaf.shape, name, tensor)
-    if not (dtype == leaf.dtype or (is_wide and (is_quantized or _is_wide(dtype)))):
+    if not (dtype == leaf.dtype or (is_wide and (is_quantized or is_wide_float(dtype)))):
         raise ValueError(
             f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales"
         )
-
-    def make() -> np.ndarray:
-        if is_quantized:
-            array = tensor.dequantize(leaf.dtype) if is_wide else tensor.codes
-        else:
-            with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-                array = np.asarray(tensor).astype(leaf.dtype)
-        return (array.swapaxes(-1, -2) if is_swapped else array).reshape(leaf.shape)
-
-    makers: Makers = {path: make}
+    sources: Sources = {path: (tensor, is_swapped)}
     if not is_quantized or is_wide:
-        return makers
+        return sources
     scales = [p for p in leaves if _is_scale(p) and p[:-2] == path[:-1]]
     if not is_swapped or [p[-1] for p in scales].count(KERNEL_SCALE) != 1:
         raise ValueError(
@@ -210,56 +178,46 @@ def _makers_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -
             "Load the wide model, and freeze it"
         )
     for place in scales:
-        like = leaves[place]
+        like, given = leaves[place], tensor.input_scale
         if place[-1] == KERNEL_SCALE:
-            given, scale = tensor.scale, _kernel_scale(tensor, leaf.shape, like)
-        else:
-            given = tensor.input_scale if place[-1] == INPUT_SCALE else tensor.tensor_scale
-            size = math.prod(like.shape)
-            scale = None if given is None or given.size != size else given.reshape(like.shape)
-        if scale is None:
+            given = _kernel_scale(tensor, leaf.shape, like)
+        elif place[-1] == KERNEL_TENSOR_SCALE:
+            given = tensor.tensor_scale
+        if given is None or given.size != math.prod(like.shape):
             raise ValueError(
-                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and in the checkpoint "
-                f"it is {'none' if given is None else f'{given.dtype}{list(given.shape)}'}, with blocks of "
-                f"{list(tensor.block)}. Freeze the model with the recipe of the checkpoint"
+                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and the scales in the "
+                f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
+                "with the recipe of the checkpoint"
             )
-        makers[place] = partial(scale.astype, like.dtype)
-    return makers
-
-
-def _is_wide(dtype: Any) -> bool:
-    """Returns whether a dtype is a float of more than 8 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        sources[place] = given, False
+    return sources
 
 
 def _is_swapped(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> bool:
-    """Returns whether a tensor is a weight ``(..., out, in)``, and not in the order of the variable.
-
-    Raises:
-        ValueError: the tensor does not have the shape of the variable, or may have it in both orders.
-    """
+    """Returns whether a tensor is ``(..., out, in)``, and not in the order of the variable, or raises."""
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
-    is_weight = is_weight_name(name)
+    is_weight, is_swapped = is_weight_name(name), False
     if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
-        allowed = [shape]
-        if path[-1] == "bias":
-            # In the file the features are one dimension, which may follow one dimension of stacked layers.
-            allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
-        if given not in allowed:
-            raise ValueError(f"it must have the shape {list(shape)}, and has {list(given)}")
-        return False
-    # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
-    is_stack = is_quantized and len(given) > 2
-    is_swapped = (is_stack or len(given) == 2) and _num_summed(given, shape) > 0
-    # Fused experts of other libraries may be (experts, in, out).
-    is_fused = is_stack and not is_weight and _num_summed((*given[:-2], given[-1], given[-2]), shape) > 0
-    if is_swapped and is_fused:
+        # In the file the features of a bias are one dimension, which may follow one of stacked layers.
+        merged = [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
+        is_right = given == shape or (path[-1] == "bias" and given in merged)
+    else:
+        # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
+        is_stack = is_quantized and len(given) > 2
+        is_swapped = (is_stack or len(given) == 2) and _num_summed(given, shape) > 0
+        # Fused experts of other libraries may be (experts, in, out).
+        turned = (*given[:-2], *given[:-3:-1])
+        is_fused = is_stack and not is_weight and _num_summed(turned, shape) > 0
+        if is_swapped and is_fused:
+            raise ValueError(
+                f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
+                "Pass a dict with the array that dequantize returns, in the variable's order"
+            )
+        is_right = is_swapped or is_fused
+    if not is_right:
         raise ValueError(
-            f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
-            "Pass a dict with the array that dequantize returns, in the variable's order"
+            f"its shape {list(given)} does not become {list(shape)}; a weight is (..., out, in)"
         )
-    if not (is_swapped or is_fused):
-        raise ValueError(f"a weight (out, in) of shape {list(given)} does not become {list(shape)}")
     return is_swapped
 
 
@@ -278,28 +236,20 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
 
 
 def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) -> np.ndarray | None:
-    """Returns the scale of a frozen kernel, with the bits of a file; None if it cannot hold that scale.
-
-    Args:
-        weight: the weight in the file, ``(..., out, in)``.
-        kernel: the shape of the frozen kernel.
-        like: the scale of the frozen model, with a shape and a dtype.
-    """
+    """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it."""
     *stack, out, width = weight.shape
     num_summed = _num_summed(weight.shape, kernel)
     rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
-    whole = max(1, out), max(1, width)
-    # The shape of the frozen scale shows how many elements of the weight share a scale.
-    kinds = (
-        ((1,), whole),
-        ((*(1,) * num_summed, *kernel[len(stack) + num_summed :]), (1, whole[1])),
-        ((1, -(-out // rows), -(-width // columns)), (rows, columns)),
+    per_block = -(-out // rows), -(-width // columns)
+    # The shape of the frozen scale shows how many scales the two dimensions of the weight have.
+    shapes = (
+        ((1,), (1, 1)),
+        ((*(1,) * num_summed, *kernel[len(stack) + num_summed :]), (out, 1)),
+        ((1, *per_block), per_block),
     )
-    blocks = {tuple(map(min, whole, block)) for shape, block in kinds if like.shape == (*stack, *shape)}
-    given = tuple(map(min, whole, weight.block[-2:]))
+    counts = {numbers for shape, numbers in shapes if like.shape == (*stack, *shape)}
     can_hold = like.dtype in (weight.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     # One scale per tensor serves all kinds.
-    if not can_hold or len(blocks) != 1 or given not in (*blocks, whole):
+    if not can_hold or len(counts) != 1 or weight.scale.shape[-2:] not in (*counts, (1, 1)):
         return None
-    counts = (-(-n // size) for n, size in zip(whole, *blocks))
-    return np.broadcast_to(weight.scale, (*stack, *counts)).reshape(like.shape)
+    return np.broadcast_to(weight.scale, (*stack, *counts.pop()))

@@ -154,7 +154,7 @@ def test_torchao(tmp_path):
     expected = in_blocks(UP, scales_of(1, 200, 1), 1, 300)
     np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
     for name, array in (("a.weight", UP), ("a._weight_qdata", UP.view(np.int8))):
-        with pytest.raises(ValueError, match=r"'a\.weight' must have codes"):
+        with pytest.raises(ValueError, match=r"'a\.weight' must have .*'a\._weight_qdata' (int|float)8"):
             fp8.read_checkpoint(write(tmp_path / "b", {**tensors, name: array}))
 
 
@@ -186,10 +186,8 @@ def test_extreme_scales(tmp_path):
         with np.errstate(all="ignore"):
             expected = codes.astype(np.float64) * scale.astype(np.float64)
         np.testing.assert_array_equal(fp8.read_checkpoint(path)["a.weight"].dequantize(), expected)
-    tiny = fp8.read_checkpoint(
-        write(tmp_path / "a", {"a.weight": codes, "a.weight_scale": np.float32(1e35)})
-    )
-    assert np.isinf(tiny["a.weight"].dequantize(np.float16)[0, 1])
+    path = write(tmp_path / "a", {"a.weight": codes, "a.weight_scale": np.float32(1e35)})
+    assert np.isinf(fp8.read_checkpoint(path)["a.weight"].dequantize(np.float16)[0, 1])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0, 5), (5, 0), (1, 1)])
@@ -203,21 +201,6 @@ def test_other_shapes(shape, tmp_path):
     assert checkpoint["a"].shape == shape
     np.testing.assert_array_equal(checkpoint["a"].dequantize(), codes.astype(np.float32) / 2)
     np.testing.assert_array_equal(checkpoint["b"], codes)  # FP8 without a scale
-
-
-def test_large_tensors_are_dequantized_in_slabs(tmp_path, monkeypatch):
-    monkeypatch.setattr("fp8flax._serve.checkpoints._SLAB", 1000)
-    tensors = {
-        "up.weight": UP,
-        "up.weight_scale_inv": RAGGED,
-        "one.weight": UP,
-        "one.weight_scale": RAGGED[0, 0],
-    }
-    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", tensors))
-    np.testing.assert_array_equal(checkpoint["up.weight"].dequantize(), in_blocks(UP, RAGGED, 128, 128))
-    np.testing.assert_array_equal(
-        checkpoint["one.weight"].dequantize(), UP.astype(np.float32) * RAGGED[0, 0]
-    )
 
 
 def sharded(folder):
@@ -319,16 +302,17 @@ def test_headers_that_are_too_long(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"weight": UP, "weight_scale": scales_of(0, 2, 2)}, r"'a\.weight' has the shape \[2, 2\]"),
-        ({"weight": UP, "weight_scale": MX[:2, :3]}, r"'a\.weight' has the shape"),
-        ({"weight": UP, "weight_scale": np.int32([1])}, r"scale of 'a\.weight' is int32"),
+        ({"weight": UP, "weight_scale": scales_of(0, 2, 2)}, r"'a\.weight' must .* float32\[2, 2\]"),
+        ({"weight": UP, "weight_scale": MX[:2, :3]}, r"'a\.weight' must .* uint8\[2, 3\]"),
+        ({"weight": UP, "weight_scale": np.int32([1])}, r"'a\.weight' must .* int32\[1\]"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_scale_inv": RAGGED}, "one tensor of scales"),
         ({"weight": UP, "weight_scale": RAGGED, "weight_zero_point": RAGGED}, "'a.weight_zero_point'"),
-        ({**NVFP4, "weight_scale": UP[:4, :3]}, r"'a\.weight' in NVFP4 must .* got \[4, 16\], \[4, 3\]"),
-        ({**NVFP4, "weight_packed": np.ones((4, 15), np.uint8)}, r"got \[4, 15\], \[4, 2\]"),
+        ({**NVFP4, "weight_scale": UP[:4, :3]}, r"In NVFP4 .* uint8\[4, 16\], .* float8_e4m3fn\[4, 3\]"),
+        ({**NVFP4, "weight_packed": np.ones((4, 15), np.uint8)}, r"uint8\[4, 15\], .*fn\[4, 2\]"),
         ({**NVFP4, "weight_global_scale": np.ones(4, np.float32)}, r"float32\[4\]"),
         ({**NVFP4, "weight_global_scale": np.ones(1, np.float16)}, r"float16\[1\]"),
-        ({**NVFP4, "weight": RAGGED}, "also has 'a.weight'"),
+        ({**NVFP4, "weight_scale": scales_of(0, 4, 2)}, r"'a\.weight_scale' float32\[4, 2\]"),
+        ({**NVFP4, "weight": RAGGED}, "'a.weight' float32"),
     ],
 )
 def test_scales_that_are_refused(tensors, message, tmp_path):
@@ -486,11 +470,9 @@ LAYERS = [path for path in WRITTEN if "llama" not in path.name]
 def test_files_of_the_libraries(folder):
     """Each library's own file has the values that the library itself computes, bit for bit."""
     checkpoint = fp8.read_checkpoint(folder)
-    expected, is_nvfp4 = (
-        safetensors.numpy.load_file(folder / "expected.safetensors"),
-        "nvfp4" in folder.name,
-    )
+    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
+    dtype = ml_dtypes.float4_e2m1fn if "nvfp4" in folder.name else E4M3
     assert set(checkpoint) == {f"{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias")}
     for name, values in expected.items():
-        assert checkpoint[name].codes.dtype == (ml_dtypes.float4_e2m1fn if is_nvfp4 else E4M3)
+        assert checkpoint[name].codes.dtype == dtype
         np.testing.assert_array_equal(checkpoint[name].dequantize(values.dtype), values)

@@ -261,9 +261,9 @@ def test_all_faults_are_in_one_error(tmp_path):
     for part in (
         "missing from the checkpoint: params/down/kernel (as down.kernel or down.weight)",
         "left over in it: more.weight",
-        "params/up/kernel from up.weight: a weight (out, in) of shape [200, 300] does not become [200",
-        "params/norm/scale from norm.scale: it must have the shape [5], and has [4]",
-        "params/up/bias from up.bias: it must have the shape [300], and has [200]",
+        "params/up/kernel from up.weight: its shape [200, 300] does not become [200, 300]",
+        "params/norm/scale from norm.scale: its shape [4] does not become [5]",
+        "params/up/bias from up.bias: its shape [200] does not become [300]",
     ):
         assert part in str(error.value)
 
@@ -335,6 +335,14 @@ def test_a_layout_that_the_shape_does_not_show_is_refused(tmp_path):
         checkpoint = read(tmp_path, {"up.weight": codes_of(0, 8, 1024), "up.weight_scale": scale})
         with pytest.raises(ValueError, match="recipe of the checkpoint"):
             fp8.load_into(kernel, checkpoint)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 200), (1, 2, 3)])
+def test_one_scale_per_tensor_serves_all_features_and_blocks(shape, tmp_path):
+    checkpoint = read(tmp_path, {**LAYER, "up.weight_scale": scales_of(1, 1)})
+    loaded = fp8.load_into(frozen_layer(Op_0={"kernel_scale": jnp.zeros(shape)}), checkpoint)
+    expected = np.broadcast_to(scales_of(1, 1), shape)
+    np.testing.assert_array_equal(loaded["params"]["up"]["Op_0"]["kernel_scale"], expected)
 
 
 def test_wrong_arguments(tmp_path):

@@ -24,10 +24,8 @@ def test_frozen_and_in_a_file(recipe, tmp_path):
     fp8.save_safetensors(tmp_path / "a", serve, served)
     tensors, config = read(tmp_path / "a")
     assert config["config_groups"]["group_0"]["input_activations"] is None
-    codes, scales = (
-        np.asarray(served["params"]["up"]["kernel"]),
-        served["params"]["up"]["Fp8DotGeneralOp_0"],
-    )
+    up = served["params"]["up"]
+    codes, scales = np.asarray(up["kernel"]), up["Fp8DotGeneralOp_0"]
     assert codes.dtype == ml_dtypes.float4_e2m1fn
     bits = codes.T.view(np.uint8)
     np.testing.assert_array_equal(tensors["up.weight_packed"], bits[:, ::2] + 16 * bits[:, 1::2])

@@ -101,10 +101,11 @@ def test_errors(rename, error, message, save, tmp_path):
 TENSOR = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
 E5M2 = fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)
 CHANNEL = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise")
-BLOCKS = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 128), scale="float32")
+ROWS = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 128), scale="float32")
+BLOCKS = fp8.BlockQuantizer(dtype=jnp.float8_e5m2, block=(128, 128), scale="float32")
 
 
-@pytest.mark.parametrize(("lhs", "rhs"), [(E5M2, TENSOR), (TENSOR, E5M2), (BLOCKS, CHANNEL)])
+@pytest.mark.parametrize(("lhs", "rhs"), [(E5M2, TENSOR), (TENSOR, E5M2), (ROWS, CHANNEL), (ROWS, BLOCKS)])
 def test_what_no_config_describes(lhs, rhs, tmp_path):
     recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
     model8 = fp8.quantize_model(Net(), recipe, include="layers")
