@@ -29,10 +29,10 @@ from typing import Any
 
 import flax.core
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
@@ -40,10 +40,9 @@ from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, inputs_of_calls, merged, split
-from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +95,13 @@ def freeze(
         read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
     ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only)
-    served = {**boxed, PARAMS: _replaced(boxed[PARAMS], codes, scales)}
+    params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
+    served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # The ops of wide kernels keep their state, if they still compute in FP8.
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
-        served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
+        served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
     return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
 
 
@@ -115,31 +115,16 @@ class RecordingCall(Call):
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
-        """Records an op; its result does not depend on the kernel."""
+        """Records an op."""
         if recipe is None:
             return compute(lhs, rhs, *rest, **keywords)
         kernel = self.origin_of(rhs)
-        # The record outlives the call, so it must not hold arrays.
-        plan = op.row.plan and partial(op.row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
-        found = SeenOp(recipe.gemms, kernel, plan)
-        before = self.seen.setdefault(op.path, found)
-        if before.kernel != kernel:  # one op multiplies by several kernels
-            both = [one for one in (before.kernel, kernel) if one is not None]
-            sources = tuple(source for each in both for source in each.sources)
-            self.seen[op.path] = found._replace(kernel=Origin(sources))
-        return op.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+        return record(self.seen, op.path, recipe.gemms, kernel, None, op.row, lhs, rhs, *rest, **keywords)
 
 
-# Trees of parameters: dicts, and tuples or structs of a user, with boxes such as ``nn.Partitioned``.
-
-
-def _replaced(params: Any, new: Mapping[Path, Any], more: Mapping[Path, Any]) -> Any:
-    """Returns parameters with ``new`` arrays in their boxes, and with ``more`` arrays."""
-    unboxed = nn.meta.unbox(params)
-    arrays = jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), unboxed)
-    params = nn.meta.replace_boxed(params, arrays)
-    flat = flax.traverse_util.flatten_dict(params, keep_empty_nodes=True)
-    return flax.traverse_util.unflatten_dict({**flat, **more})
+def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
+    """Returns parameters with ``new`` arrays, in the boxes of the old ones, such as ``nn.Partitioned``."""
+    return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), params)
 
 
 # Running.
@@ -161,16 +146,13 @@ class ServingCall(Call):
             )
         params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
         given = leaves_of(nn.meta.unbox(params))
-        wide = dict[Path, Any]()
+        stored = {op.kernel: op for op in self._ops.values() if op.kernel in given}
+        wide = {path: jnp.full_like(given[path], jnp.inf, op.dtype) for path, op in stored.items()}
         of_ops = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
         # The only parameters of an op are its scales.
         of_ops |= {path: x for path, x in given.items() if path[:-1] in self._ops}
-        for op in self._ops.values():
-            if op.kernel is not None and op.kernel in given:
-                of_ops[*op.path, CODES] = given[op.kernel]
-                wide[op.kernel] = jnp.full_like(given[op.kernel], jnp.inf, op.dtype)
-        state = flax.traverse_util.unflatten_dict(of_ops)
-        return merged({PARAMS: _replaced(params, wide, {}), OVERWRITE_WITH_GRADIENT: state})
+        of_ops |= {(*op.path, CODES): given[path] for path, op in stored.items()}
+        return merged({PARAMS: _replaced(params, wide), OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""

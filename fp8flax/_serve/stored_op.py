@@ -11,7 +11,8 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +27,9 @@ from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
-from fp8flax._core.state.state import ScalingState, scale_of
+from fp8flax._core.state.state import scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
+from fp8flax._model.converted_call import as_struct
 from fp8flax._model.param_origin import Origin
 from fp8flax._train.check import warn_if_damaged
 
@@ -46,17 +48,12 @@ class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
     gemms: CustomRecipe
-    kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only."""
-    plan: Callable[..., Any] | None
+    kernel: Origin
+    """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
+    plan: Any
     """``plan(recipe=)`` returns the plan of the op for its arguments; None if the op has no plan."""
-    stacked: tuple[int, ...] | None = None
+    stacked: tuple[int, ...] | None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
-
-    @property
-    def kernel_paths(self) -> tuple[Path, ...]:
-        """The paths of the parameters that the kernel is made of."""
-        return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
 
 
 class ServedOp(NamedTuple):
@@ -87,13 +84,35 @@ def leaves_of(tree: Any) -> Arrays:
 # Freezing.
 
 
+def record(
+    seen: dict[Path, SeenOp],
+    path: Path,
+    gemms: CustomRecipe,
+    kernel: Origin | None,
+    stacked: tuple[int, ...] | None,
+    row: type[Op],
+    lhs: Any,
+    rhs: Any,
+    *rest: Any,
+    **keywords: Any,
+) -> jax.Array:
+    """Records an op that runs in a trace. The result does not depend on the kernel."""
+    # The record outlives the trace, so it must not hold arrays.
+    plan = row.plan and partial(row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
+    kernel = kernel or Origin()
+    before = seen.setdefault(path, SeenOp(gemms, kernel, plan, stacked))
+    if before.kernel != kernel:  # one op multiplies by several kernels
+        seen[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
+    return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+
+
 def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
     params: Mapping[Path, Any],
     state: Any,
     weight_only: bool,
-    unseen: Collection[str] = (),
+    unseen: Collection[Path] = (),
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
     """Returns the frozen ops, the codes of the stored kernels, and their scales.
 
@@ -119,31 +138,37 @@ def freeze_ops(
     paths, leaves, _ = flatten(state)
     places = Places.of(paths, leaves)
     states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
-    uses = Counter([*(path for op in seen.values() for path in op.kernel_paths), *read])
+    kernels = {path: {source.path for source in op.kernel.sources} for path, op in seen.items()}
+    uses = Counter([*itertools.chain(*kernels.values()), *read])
     ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
     wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
     for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
-        operands = {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}
-        delayed = {(*path, name): q for name, q in operands.items() if isinstance(q, DelayedQuantizer)}
-        if missing := ["/".join(place) for place in delayed if place not in states]:
-            raise MissingStateError(
-                f"{OVERWRITE_WITH_GRADIENT}/{missing[0]} is missing from the variables: freeze needs the "
-                "scales that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
-            )
-        fresh += ["/".join(place) for place in delayed if _is_fresh(states[place].amax_history)]
-        reason = _why_wide(found, gemms, uses, params)
-        op = ServedOp(path, CustomRecipe() if weight_only else gemms)
-        if reason is None:
-            (kernel,) = found.kernel_paths
-            own = {place[-1]: (quantizer, states[place]) for place, quantizer in delayed.items()}
-            op, codes[kernel], of_op = _stored(path, found, gemms, params[kernel], own)
-            scales |= {(*path, name): x for name, x in of_op.items()}
-        elif reason:
-            wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
-        ops.append(op)
+        known = dict[str, jax.Array]()
+        for name, quantizer in {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}.items():
+            if isinstance(quantizer, DelayedQuantizer):
+                place = *path, name
+                if place not in states:
+                    raise MissingStateError(
+                        f"{OVERWRITE_WITH_GRADIENT}/{'/'.join(place)} is missing from the variables: "
+                        "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones "
+                        "from fp8flax.add_fp8_state."
+                    )
+                known[name] = scale_of(quantizer, states[place])[..., None]
+                history = states[place].amax_history
+                if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
+                    fresh.append("/".join(place))
+        ops.append(ServedOp(path, CustomRecipe() if weight_only else gemms))
+        if gemms.forward.rhs is not None and kernels[path]:
+            kernel, *_ = kernels[path]
+            stacks = _stacks(found, params[kernel])
+            if reason := _why_wide(found, gemms, uses[kernel], stacks):
+                wide.update(dict.fromkeys(kernels[path], reason))
+            else:
+                ops[-1], codes[kernel], own = _stored(path, found, gemms, params[kernel], stacks[0], known)
+                scales |= {(*path, name): x for name, x in own.items()}
     if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
+        text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
     if fresh:
         warnings.warn(
@@ -154,25 +179,15 @@ def freeze_ops(
     return ops, codes, scales
 
 
-def _is_fresh(history: jax.Array) -> bool:
-    """Returns whether a history holds no amax, if its values are known."""
-    return not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history))
-
-
 def _why_wide(
-    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
+    found: SeenOp, gemms: CustomRecipe, num_uses: int, stacks: Sequence[tuple[int, ...]]
 ) -> str | None:
-    """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
-
-    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
-    """
-    if gemms.forward.rhs is None or found.kernel is None:
-        return ""
+    """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
     if found.plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
-    if uses[found.kernel_paths[0]] > 1:
+    if num_uses > 1:
         return "something else reads it, or changes it"
     if isinstance(quantizer := gemms.forward.rhs, NVFP4Quantizer):
         if quantizer.rotation or quantizer.stochastic_rounding:
@@ -181,15 +196,13 @@ def _why_wide(
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    is_clear = len(_stacks(found, params[found.kernel_paths[0]])) == 1
-    return None if is_clear else "its shape does not show along which axes loops stack it"
+    return None if len(stacks) == 1 else "its shape does not show along which axes loops stack it"
 
 
 def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
     if found.stacked is not None:
         return [found.stacked]
-    assert found.kernel is not None
     whole, part = parameter.shape, found.kernel.sources[0].shape
     choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
     return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
@@ -200,37 +213,31 @@ def _stored(
     found: SeenOp,
     gemms: CustomRecipe,
     parameter: Any,
-    delayed: Mapping[str, tuple[DelayedQuantizer, ScalingState]],
+    stacked: tuple[int, ...],
+    known: Mapping[str, jax.Array],
 ) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]]:
     """Returns a frozen op, the codes of its kernel in the places of its parameter, and its scales.
 
-    ``delayed`` has the quantizer and the state of each scale that the state determines.
+    ``known`` has the scales that the scaling state determines.
     """
-    origin, (stacked,) = found.kernel, _stacks(found, parameter)
-    assert origin is not None
-    assert found.plan is not None
-    plan = found.plan(recipe=gemms)
+    origin, plan = found.kernel, found.plan(recipe=gemms)
 
-    def of_one(parameter: jax.Array, states: Mapping[str, ScalingState]) -> Any:
-        scales = {name: scale_of(delayed[name][0], state)[None] for name, state in states.items()}
+    def of_one(parameter: jax.Array, known: Mapping[str, jax.Array]) -> Any:
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
-        packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
-        moved = origin.into_parameter(as_bytes(packed.codes))
-        scales[KERNEL_SCALE] = packed.scale
+        packed = packed_kernel(plan, kernel, known.get(KERNEL_SCALE))
+        scales = {**known, KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        scales = {name: x if x.ndim else x.reshape((1,)) for name, x in scales.items()}
-        return _from_bytes(moved, packed.codes.dtype), scales
+        return origin.into_parameter(packed.codes), jax.tree.map(jnp.atleast_1d, scales)
 
-    for i, axis in reversed([*enumerate(stacked)]):  # states are stacked along the first axes
+    for i, axis in reversed([*enumerate(stacked)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    states = {name: state for name, (_, state) in delayed.items()}
-    codes, scales = jax.jit(of_one, **places)(parameter, states)
+    codes, scales = jax.jit(of_one, **places)(parameter, known)
     (_, summed), (_, batch) = plan.dimension_numbers
     is_as_stored = not batch and origin.is_one_parameter and stacked == tuple(range(len(stacked)))
     out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
@@ -240,27 +247,14 @@ def _stored(
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
-    """Returns the bits of codes in uint8; those of 4-bit codes are the low ones.
+    """Returns 4-bit codes (e2m1) as the low bits of uint8: the sign, then the place of the size in order.
 
-    The product of a 4-bit code and 2**-14 has in float16 the bits of the code: its sign first, and the
-    others from bit 9 on. (XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of
-    4-bit codes.)
+    XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of 4-bit codes.
     """
-    if codes.dtype != jnp.float4_e2m1fn:
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    half = (codes.astype(jnp.float32) * np.float32(2.0**-14)).astype(jnp.float16)
-    bits = jax.lax.bitcast_convert_type(half, jnp.uint16) >> np.uint16(9)
-    return (bits & np.uint16(7) | bits >> np.uint16(3) & np.uint16(8)).astype(jnp.uint8)
-
-
-def _from_bytes(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the codes that ``as_bytes`` returned the bits of."""
-    if dtype != jnp.float4_e2m1fn:
-        return jax.lax.bitcast_convert_type(bits, dtype)
-    bits = bits.astype(jnp.uint16)
-    half = (bits & np.uint16(7) | (bits & np.uint16(8)) << np.uint16(3)) << np.uint16(9)
-    half = jax.lax.bitcast_convert_type(half, jnp.float16)
-    return (half.astype(jnp.float32) * np.float32(2.0**14)).astype(dtype)
+    x = codes.astype(jnp.float32)
+    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    bits = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
+    return jnp.where(jnp.signbit(x), bits + 8, bits).astype(jnp.uint8)
 
 
 # Computing.

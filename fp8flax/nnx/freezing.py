@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._model.rules import Site
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
-from fp8flax.nnx.models import layers_of, op_of
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+from fp8flax.nnx.models import layers_of, nodes_of, op_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of, written_variables
 
@@ -59,7 +58,7 @@ class FrozenOp(nnx.Module):
 
 def is_frozen(model: nnx.Module) -> bool:
     """Returns whether a model, or a part of it, comes from ``freeze``."""
-    return any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model))
+    return bool(nodes_of(model, FrozenOp))
 
 
 def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
@@ -71,12 +70,11 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
         )
     ops = []
-    for keys, node in nnx.iter_graph(model):
-        path = tuple(map(str, keys))
-        if isinstance(node, FrozenOp):
-            ops.append(node.served._replace(path=path, kernel=(*path[:-1], "kernel")))
-        elif isinstance(node, Fp8Op):  # of a wide kernel
-            recipe = node._recipe_in_use()
+    for path, op in nodes_of(model, FrozenOp, Fp8Op).items():
+        if isinstance(op, FrozenOp):
+            ops.append(op.served._replace(path=path, kernel=(*path[:-1], "kernel")))
+        else:  # of a wide kernel
+            recipe = op._recipe_in_use()
             ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
     arrays = dict[Path, Any]()
     for collection, keys, variable in written_variables(model):
@@ -89,12 +87,14 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
 def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     copy: Any = nnx.clone(model)
-    layers = _layers_of(copy)
-    seen, read = _traced(nnx.clone(model), args, kwargs)
-    kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
-    state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
-    present = {tuple(map(str, keys)): op for keys, op in nnx.iter_graph(copy) if isinstance(op, Fp8Op)}
-    unseen = ["/".join(path) for path in present if path not in seen]
+    layers, present = _layers_of(copy), nodes_of(copy, Fp8Op)
+    seen, read = _traced(model, args, kwargs)
+    kernels = {(*path, "kernel"): layer.module.kernel.get_value() for path, layer in layers.items()}
+    state = {
+        (*path, layer.name): state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT]
+        for path, layer in layers.items()
+    }
+    unseen = present.keys() - seen.keys()
     ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
     for op in present.values():
         op._reason = ""  # report takes only models that quantize_model returned
@@ -102,7 +102,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
     for served in ops:
         if served.kernel is not None:
-            site = layers[served.path]
+            site = layers[served.path[:-1]]
             setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
             site.module.kernel = Frozen(codes[served.kernel])
             _let_kernel_pass(site.module, served.dtype)
@@ -110,19 +110,12 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
 
 
 def _layers_of(model: nnx.Module) -> dict[Path, Any]:
-    """Returns the layers (``Site``) that have an FP8 op, by the paths of their ops."""
-    paths = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
-    layers = [layer for layer in layers_of(model) if op_of(layer) is not None]
-    return {(*paths[id(layer.module)], layer.name): layer for layer in layers}
+    """Returns the layers (``Site``) that have an FP8 op, by their paths."""
+    paths = {id(node): path for path, node in nodes_of(model, nnx.Module).items()}
+    return {paths[id(layer.module)]: layer for layer in layers_of(model) if op_of(layer) is not None}
 
 
-def _kernel_of(op: Path) -> Path:
-    """Returns the path of the kernel of a layer, given that of its op."""
-    return *op[:-1], "kernel"
-
-
-@dataclasses.dataclass(frozen=True)
-class _PromoteAllButKernel:
+class _PromoteAllButKernel(NamedTuple):
     """Promotes the operands of a layer, except its kernel, which may be FP8 codes."""
 
     promote: Callable[..., Any]
@@ -140,70 +133,52 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
         module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
 
 
-# Which kernels nothing but their op reads.
-
-_MARK = "fp8flax_kernel"
-"""The metadata of a kernel's variable that identifies it, also in copies of the variable."""
-
-
 def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path, SeenOp], set[Path]]:
-    """Traces a model, and replaces its ops.
+    """Traces a copy of a model.
 
     Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
     are, or that anything else reads or changes.
     """
-    seen = dict[Path, SeenOp]()
-    got = dict[int, tuple[Any, Any]]()
-    """By the identity of each value that a kernel has had: the value, and the mark of the kernel."""
-    read = set[Any]()
-    """The marks of the kernels that something else reads or changes."""
+    seen, read, layers = dict[Path, SeenOp](), set[int](), _layers_of(model)
+    keys = {path: id(layer.module.kernel) for path, layer in layers.items()}  # layers may share a kernel
+    values = {keys[path]: layer.module.kernel.get_value() for path, layer in layers.items()}
+    got: dict[int, list[Any]] = {key: [] for key in keys.values()}
+    """The values that the variable of each kernel has returned."""
 
-    def on_get(kernel: Any, value: Any) -> Any:
-        got[id(value)] = value, _mark_of(kernel)
+    def on_get(key: int, kernel: Any, value: Any) -> Any:
+        got[key].append(value)
         return value
 
-    def on_set(kernel: Any, value: Any) -> Any:
-        read.add(_mark_of(kernel))
+    def on_set(key: int, kernel: Any, value: Any) -> Any:
+        read.add(key)
         return value
 
-    def record(
-        path: Path, site: Site, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
-    ) -> jax.Array:
-        shapes = (jax.ShapeDtypeStruct(x.shape, lhs.dtype) for x in (lhs, rhs))
-        plan = site.op.plan and partial(site.op.plan, *shapes, *rest)
-        origin = Origin((Source(_kernel_of(path), rhs.shape),), "", steps=())
-        seen[path] = SeenOp(gemms, origin, plan, tuple(range(len(site.stacked))))
-        if got.get(id(rhs), (None, None))[1] != marks[path]:
-            read.add(marks[path])
-        return site.op.plain(lhs, jnp.zeros_like(rhs, lhs.dtype), *rest, **keywords)
+    def on_op(path: Path, site: Site, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
+        key, stacked = keys[path], tuple(range(len(site.stacked)))
+        if all(value is not rhs for value in got[key]):
+            read.add(key)
+        origin = Origin((Source((*path, "kernel"), rhs.shape),), "", steps=())
+        op, rhs = (*path, site.name), rhs.astype(lhs.dtype)
+        return record(seen, op, gemms, origin, stacked, site.op, lhs, rhs, *rest, **keywords)
 
-    layers = _layers_of(model)
-    marks = {path: id(site.module.kernel) for path, site in layers.items()}  # layers may share a kernel
-    for path, site in layers.items():
-        op, kernel = cast(Fp8Op, op_of(site)), site.module.kernel
-        recipe = op._recipe_in_use()
-        if recipe is None:  # FP8 is switched off
-            continue
-        _let_kernel_pass(site.module, kernel.get_value().dtype)
-        kernel.set_metadata(**{_MARK: marks[path]}, on_get_value=on_get, on_set_value=on_set)
-        run = calling(site.op, partial(record, path, site, recipe.gemms))
-        setattr(site.module, site.name, nnx.static(run))
-    graphdef, state = nnx.split(model)
-
-    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
-        merged: Any = nnx.merge(graphdef, state)
-        out = merged(*args, **kwargs)
+    def call(values: Mapping[int, Any], *args: Any, **kwargs: Any) -> Any:
+        copy = nnx.clone(model)
+        copies = _layers_of(copy)
+        kernels = {keys[path]: site.module.kernel for path, site in copies.items()}
+        for key, kernel in kernels.items():
+            kernel.set_value(values[key])
+            kernel.set_metadata(on_get_value=partial(on_get, key), on_set_value=partial(on_set, key))
+        for path, site in copies.items():
+            recipe = cast(Fp8Op, op_of(site))._recipe_in_use()
+            if recipe is not None:  # otherwise FP8 is switched off
+                _let_kernel_pass(site.module, site.module.kernel.get_value().dtype)
+                run = calling(site.op, partial(on_op, path, site, recipe.gemms))
+                setattr(site.module, site.name, nnx.static(run))
+        out = copy(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
-        nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
-        return out, [node.get_value() for node in nodes if _mark_of(node) is None]
+        own = {id(kernel) for kernel in kernels.values()}
+        return out, [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
 
-    program = program_of(call, state, args, kwargs)
-    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    inputs = [_mark_of(x) for x in variables for _ in jax.tree.leaves(x)]
-    read.update(mark for mark, is_needed in zip(inputs, needed_inputs(program)) if is_needed)
-    return seen, {_kernel_of(path) for path, mark in marks.items() if mark in read}
-
-
-def _mark_of(x: Any) -> Any:
-    """Returns the mark of the variable of a kernel; None for other variables, and for arrays."""
-    return x.get_metadata().get(_MARK) if isinstance(x, nnx.Variable) else None
+    needed = zip(sorted(values), needed_inputs(program_of(call, values, args, kwargs)))
+    read |= {key for key, is_needed in needed if is_needed}
+    return seen, {(*path, "kernel") for path, key in keys.items() if key in read}
