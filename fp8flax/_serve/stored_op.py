@@ -12,7 +12,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +46,14 @@ WEIGHT_ONLY = CustomRecipe(
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
+    row: type[Op]
     gemms: CustomRecipe
     kernel: Origin
     """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
-    plan: Any
-    """``plan(recipe=)`` returns the plan of the op for its arguments; None if the op has no plan."""
-    stacked: tuple[int, ...] | None
+    stacked: tuple[int, ...] | None = None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
+    arguments: tuple[Any, ...] = ()
+    """The arguments of the op, with shapes and dtypes instead of arrays."""
 
 
 class ServedOp(NamedTuple):
@@ -85,25 +85,16 @@ def leaves_of(tree: Any) -> Arrays:
 
 
 def record(
-    seen: dict[Path, SeenOp],
-    path: Path,
-    gemms: CustomRecipe,
-    kernel: Origin | None,
-    stacked: tuple[int, ...] | None,
-    row: type[Op],
-    lhs: Any,
-    rhs: Any,
-    *rest: Any,
-    **keywords: Any,
+    seen: dict[Path, SeenOp], path: Path, found: SeenOp, *arguments: Any, **keywords: Any
 ) -> jax.Array:
-    """Records an op that runs in a trace. The result does not depend on the kernel."""
+    """Records an op that runs in a trace; the result does not depend on the kernel."""
     # The record outlives the trace, so it must not hold arrays.
-    plan = row.plan and partial(row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
-    kernel = kernel or Origin()
-    before = seen.setdefault(path, SeenOp(gemms, kernel, plan, stacked))
-    if before.kernel != kernel:  # one op multiplies by several kernels
-        seen[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
-    return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+    found = found._replace(arguments=jax.tree.map(as_struct, arguments))
+    before = seen.setdefault(path, found)
+    if before.kernel != found.kernel:  # one op multiplies by several kernels
+        seen[path] = before._replace(kernel=Origin(before.kernel.sources + found.kernel.sources))
+    lhs, rhs, *rest = arguments
+    return found.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
 def freeze_ops(
@@ -114,24 +105,18 @@ def freeze_ops(
     weight_only: bool,
     unseen: Collection[Path] = (),
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
-    """Returns the frozen ops, the codes of the stored kernels, and their scales.
+    """Returns the frozen ops, the codes of the stored kernels, and their scales; warns as ``freeze`` does.
 
-    Warns about kernels that stay wide, and about scales that have seen no data or that no training leaves.
-
-    Args:
-        seen: the ops that a trace of the model has found.
-        read: the kernels that something else than an FP8 op reads.
-        params: the parameters by their paths.
-        state: the collection of scaling state.
-        weight_only: as in ``freeze``.
-        unseen: further ops, which the trace has not found.
+    ``read`` are the kernels that something else than an op reads. ``unseen`` are ops that the trace has not
+    found.
     """
     if not seen:
         raise ValueError(
             "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
             "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False)."
+            "Call freeze outside of autocast(enabled=False). If it is frozen already, write it with "
+            "save_safetensors."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)
@@ -161,12 +146,15 @@ def freeze_ops(
         ops.append(ServedOp(path, CustomRecipe() if weight_only else gemms))
         if gemms.forward.rhs is not None and kernels[path]:
             kernel, *_ = kernels[path]
+            plan = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
             stacks = _stacks(found, params[kernel])
-            if reason := _why_wide(found, gemms, uses[kernel], stacks):
+            if reason := _why_wide(found, plan, uses[kernel], stacks):
                 wide.update(dict.fromkeys(kernels[path], reason))
             else:
-                ops[-1], codes[kernel], own = _stored(path, found, gemms, params[kernel], stacks[0], known)
+                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stacks[0], known)
                 scales |= {(*path, name): x for name, x in own.items()}
+                layout, dtype = _layout(found.kernel, plan, stacks[0]), jnp.result_type(params[kernel])
+                ops[-1] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -179,20 +167,17 @@ def freeze_ops(
     return ops, codes, scales
 
 
-def _why_wide(
-    found: SeenOp, gemms: CustomRecipe, num_uses: int, stacks: Sequence[tuple[int, ...]]
-) -> str | None:
+def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
     """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
-    if found.plan is None:
+    if plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
     if num_uses > 1:
         return "something else reads it, or changes it"
-    if isinstance(quantizer := gemms.forward.rhs, NVFP4Quantizer):
+    if isinstance(quantizer := plan.recipe.forward.rhs, NVFP4Quantizer):
         if quantizer.rotation or quantizer.stochastic_rounding:
             return "its recipe rotates it, or rounds it at random"
-        plan = found.plan(recipe=gemms)
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
@@ -209,18 +194,12 @@ def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
 
 
 def _stored(
-    path: Path,
-    found: SeenOp,
-    gemms: CustomRecipe,
-    parameter: Any,
-    stacked: tuple[int, ...],
-    known: Mapping[str, jax.Array],
-) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]]:
-    """Returns a frozen op, the codes of its kernel in the places of its parameter, and its scales.
+    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], known: Mapping[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the codes of a kernel in the places of its parameter, and the scales of its op.
 
     ``known`` has the scales that the scaling state determines.
     """
-    origin, plan = found.kernel, found.plan(recipe=gemms)
 
     def of_one(parameter: jax.Array, known: Mapping[str, jax.Array]) -> Any:
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
@@ -231,19 +210,22 @@ def _stored(
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
         return origin.into_parameter(packed.codes), jax.tree.map(jnp.atleast_1d, scales)
 
-    for i, axis in reversed([*enumerate(stacked)]):  # scales are stacked along the first axes
+    for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
     codes, scales = jax.jit(of_one, **places)(parameter, known)
+    return codes, scales
+
+
+def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
+    """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
-    is_as_stored = not batch and origin.is_one_parameter and stacked == tuple(range(len(stacked)))
+    is_as_stored = not batch and kernel.is_one_parameter and stack == tuple(range(len(stack)))
     out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
-    layout = (out, summed) if is_as_stored else None
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
-    return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
+    return (out, summed) if is_as_stored else None
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:

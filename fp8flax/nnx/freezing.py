@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,19 +51,12 @@ class FrozenOp(nnx.Module):
         """Returns the result for the codes of a kernel, called as the op that it replaces."""
         scales = {name: getattr(self, name).get_value() for name in self.served.scales}
         run = partial(computed, self.row, self.served.gemms, scales)
-        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+        with jax.named_scope(self.scope or "model"):
             return calling(self.row, run)(*args, **kwargs)
 
 
-def is_frozen(model: nnx.Module) -> bool:
-    """Returns whether a model, or a part of it, comes from ``freeze``."""
-    return bool(nodes_of(model, FrozenOp))
-
-
 def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
-    """Returns the ops of a frozen model, and its arrays by collection and path; see ``linen.described``."""
-    if not is_frozen(model):
-        raise wrong_model(model, "come from fp8flax.nnx.freeze")
+    """Returns the ops of a frozen model, and its arrays by collection and path; see ``_serve.freeze``."""
     if variables is not None:
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
@@ -72,10 +64,12 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
     ops = []
     for path, op in nodes_of(model, FrozenOp, Fp8Op).items():
         if isinstance(op, FrozenOp):
-            ops.append(op.served._replace(path=path, kernel=(*path[:-1], "kernel")))
+            ops.append(op.served._replace(path=path, kernel=_kernel_of(path)))
         else:  # of a wide kernel
             recipe = op._recipe_in_use()
             ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
+    if all(op.kernel is None for op in ops):
+        raise wrong_model(model, "come from fp8flax.freeze")
     arrays = dict[Path, Any]()
     for collection, keys, variable in written_variables(model):
         collection = PARAMS if isinstance(variable, Frozen) else collection
@@ -89,11 +83,8 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     copy: Any = nnx.clone(model)
     layers, present = _layers_of(copy), nodes_of(copy, Fp8Op)
     seen, read = _traced(model, args, kwargs)
-    kernels = {(*path, "kernel"): layer.module.kernel.get_value() for path, layer in layers.items()}
-    state = {
-        (*path, layer.name): state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT]
-        for path, layer in layers.items()
-    }
+    kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
+    state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
     unseen = present.keys() - seen.keys()
     ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
     for op in present.values():
@@ -102,7 +93,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
             op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
     for served in ops:
         if served.kernel is not None:
-            site = layers[served.path[:-1]]
+            site = layers[served.path]
             setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
             site.module.kernel = Frozen(codes[served.kernel])
             _let_kernel_pass(site.module, served.dtype)
@@ -110,9 +101,15 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
 
 
 def _layers_of(model: nnx.Module) -> dict[Path, Any]:
-    """Returns the layers (``Site``) that have an FP8 op, by their paths."""
+    """Returns the layers (``Site``) that have an FP8 op, by the paths of their ops."""
     paths = {id(node): path for path, node in nodes_of(model, nnx.Module).items()}
-    return {paths[id(layer.module)]: layer for layer in layers_of(model) if op_of(layer) is not None}
+    layers = [layer for layer in layers_of(model) if op_of(layer) is not None]
+    return {(*paths[id(layer.module)], layer.name): layer for layer in layers}
+
+
+def _kernel_of(op: Path) -> Path:
+    """Returns the path of the kernel of a layer, given that of its op."""
+    return *op[:-1], "kernel"
 
 
 class _PromoteAllButKernel(NamedTuple):
@@ -128,9 +125,8 @@ class _PromoteAllButKernel(NamedTuple):
 
 
 def _let_kernel_pass(module: Any, dtype: Any) -> None:
-    """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
-    if hasattr(module, "promote_dtype"):
-        module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
+    """Makes a layer of NNX pass its kernel to its op without a cast."""
+    module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
 
 
 def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path, SeenOp], set[Path]]:
@@ -154,23 +150,25 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
         return value
 
     def on_op(path: Path, site: Site, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
-        key, stacked = keys[path], tuple(range(len(site.stacked)))
-        if all(value is not rhs for value in got[key]):
-            read.add(key)
-        origin = Origin((Source((*path, "kernel"), rhs.shape),), "", steps=())
-        op, rhs = (*path, site.name), rhs.astype(lhs.dtype)
-        return record(seen, op, gemms, origin, stacked, site.op, lhs, rhs, *rest, **keywords)
+        if all(value is not rhs for value in got[keys[path]]):
+            read.add(keys[path])
+        origin = Origin((Source(_kernel_of(path), rhs.shape),), "", steps=())
+        found = SeenOp(site.op, gemms, origin, stacked=tuple(range(len(site.stacked))))
+        return record(seen, path, found, lhs, rhs.astype(lhs.dtype), *rest, **keywords)
 
-    def call(values: Mapping[int, Any], *args: Any, **kwargs: Any) -> Any:
-        copy = nnx.clone(model)
+    graphdef, state = nnx.split(model)
+
+    def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        values, state = variables
+        copy: Any = nnx.merge(graphdef, state)
         copies = _layers_of(copy)
         kernels = {keys[path]: site.module.kernel for path, site in copies.items()}
         for key, kernel in kernels.items():
             kernel.set_value(values[key])
             kernel.set_metadata(on_get_value=partial(on_get, key), on_set_value=partial(on_set, key))
         for path, site in copies.items():
-            recipe = cast(Fp8Op, op_of(site))._recipe_in_use()
-            if recipe is not None:  # otherwise FP8 is switched off
+            op: Any = op_of(site)
+            if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
                 _let_kernel_pass(site.module, site.module.kernel.get_value().dtype)
                 run = calling(site.op, partial(on_op, path, site, recipe.gemms))
                 setattr(site.module, site.name, nnx.static(run))
@@ -179,6 +177,6 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
         own = {id(kernel) for kernel in kernels.values()}
         return out, [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
 
-    needed = zip(sorted(values), needed_inputs(program_of(call, values, args, kwargs)))
-    read |= {key for key, is_needed in needed if is_needed}
-    return seen, {(*path, "kernel") for path, key in keys.items() if key in read}
+    needed = needed_inputs(program_of(call, (values, state), args, kwargs))
+    read |= {key for key, is_needed in zip(sorted(values), needed) if is_needed}
+    return seen, {_kernel_of(path) for path, key in keys.items() if key in read}
