@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import flax.core
@@ -46,8 +45,6 @@ from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
-
-_NNX = "fp8flax.nnx.freezing"
 
 
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
@@ -115,10 +112,10 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     """
     check_bool("weight_only", weight_only)
     if is_nnx(model):
-        return importlib.import_module(_NNX).freeze(model, args, kwargs, weight_only)
+        return importlib.import_module("fp8flax.nnx.freezing").freeze(model, args, kwargs, weight_only)
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
-    if _is_frozen(model):
+    if isinstance(getattr(model, "_fp8_make_call", None), Serving):
         raise ValueError(
             "model must be a model in training; it is frozen already. Pass the original model, or write "
             "the frozen one with save_safetensors."
@@ -129,17 +126,12 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
     """Returns the ops of a frozen model, and its arrays by their paths, which begin with the collection."""
     if is_nnx(model):
-        ops, arrays = importlib.import_module(_NNX).described(model, variables)
+        ops, arrays = importlib.import_module("fp8flax.nnx.freezing").described(model, variables)
         return ops, arrays
-    if not _is_frozen(model):
+    if not isinstance(getattr(model, "_fp8_make_call", None), Serving):
         raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)
-    return list(model._fp8_serving.ops), leaves_of(nn.meta.unbox(dict(variables)))
-
-
-def _is_frozen(model: Any) -> bool:
-    """Returns whether a Linen model comes from ``freeze``."""
-    return getattr(model, "_fp8_serving", None) is not None
+    return list(model._fp8_make_call.ops), leaves_of(nn.meta.unbox(dict(variables)))
 
 
 # Freezing.
@@ -161,18 +153,14 @@ def _freeze_linen(
         calls = {"__call__": (inputs, kwargs)}
     seen, read = dict[Path, SeenOp](), set[Path]()
 
-    def on_op(call: Call, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
-        if recipe is None:  # FP8 is switched off
-            return compute(*operands, **keywords)
-        found = SeenOp(op.row, recipe.gemms, call.origin_of(operands[1]) or Origin())
-        return record(seen, op.path, found, *operands, **keywords)
+    class RecordingCall(Call):
+        def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
+            if recipe is None:  # FP8 is switched off
+                return compute(*operands, **keywords)
+            found = SeenOp(op.row, recipe.gemms, self.origin_of(operands[1]) or Origin())
+            return record(seen, op.path, found, *operands, **keywords)
 
-    def recording_call(model: Any) -> Call:
-        call = Call(model)
-        call.on_op = partial(on_op, call)
-        return call
-
-    recording = convert(model, converted_class(base, rules, recording_call))
+    recording = convert(model, converted_class(base, rules, RecordingCall))
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
     for method, (args, kwargs) in calls.items():
         needed = needed_inputs(trace_apply(recording, shapes, args, {**kwargs, "method": method}))

@@ -85,7 +85,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     seen, read = _traced(model, args, kwargs)
     kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
     state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
-    unseen = present.keys() - seen.keys()
+    unseen = present.keys() - seen
     ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
     for op in present.values():
         op._reason = ""  # report takes only models that quantize_model returned
@@ -103,8 +103,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
 def _layers_of(model: nnx.Module) -> dict[Path, Any]:
     """Returns the layers (``Site``) that have an FP8 op, by the paths of their ops."""
     paths = {id(node): path for path, node in nodes_of(model, nnx.Module).items()}
-    layers = [layer for layer in layers_of(model) if op_of(layer) is not None]
-    return {(*paths[id(layer.module)], layer.name): layer for layer in layers}
+    return {(*paths[id(site.module)], site.name): site for site in layers_of(model) if op_of(site)}
 
 
 def _kernel_of(op: Path) -> Path:
