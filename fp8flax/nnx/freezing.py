@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -134,11 +135,9 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
     Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
     are, or that anything else reads or changes.
     """
-    seen, read, layers = dict[Path, SeenOp](), set[int](), _layers_of(model)
-    keys = {path: id(layer.module.kernel) for path, layer in layers.items()}  # layers may share a kernel
-    values = {keys[path]: layer.module.kernel.get_value() for path, layer in layers.items()}
-    got: dict[int, list[Any]] = {key: [] for key in keys.values()}
-    """The values that the variable of each kernel has returned."""
+    seen, read, keys = dict[Path, SeenOp](), set[int](), dict[Path, int]()
+    got = collections.defaultdict[int, list[Any]](list)
+    """The values that the variable of each kernel has returned. Its key is its place among the inputs."""
 
     def on_get(key: int, kernel: Any, value: Any) -> Any:
         got[key].append(value)
@@ -157,25 +156,22 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
 
     graphdef, state = nnx.split(model)
 
-    def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        values, state = variables
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         copy: Any = nnx.merge(graphdef, state)
-        copies = _layers_of(copy)
-        kernels = {keys[path]: site.module.kernel for path, site in copies.items()}
-        for key, kernel in kernels.items():
-            kernel.set_value(values[key])
+        layers, inputs = _layers_of(copy), [id(x) for x in jax.tree.leaves(state)]
+        own = {id(site.module.kernel) for site in layers.values()}
+        for path, site in layers.items():
+            kernel, op = site.module.kernel, getattr(site.module, site.name)
+            keys[path] = key = inputs.index(id(kernel.get_value()))  # layers may share a kernel
             kernel.set_metadata(on_get_value=partial(on_get, key), on_set_value=partial(on_set, key))
-        for path, site in copies.items():
-            op: Any = op_of(site)
             if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-                _let_kernel_pass(site.module, site.module.kernel.get_value().dtype)
+                _let_kernel_pass(site.module, kernel.dtype)
                 run = calling(site.op, partial(on_op, path, site, recipe.gemms))
                 setattr(site.module, site.name, nnx.static(run))
         out = copy(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
-        own = {id(kernel) for kernel in kernels.values()}
         return out, [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
 
-    needed = needed_inputs(program_of(call, (values, state), args, kwargs))
-    read |= {key for key, is_needed in zip(sorted(values), needed) if is_needed}
+    needed = needed_inputs(program_of(call, state, args, kwargs))
+    read |= {key for key, is_needed in enumerate(needed) if is_needed}
     return seen, {_kernel_of(path) for path, key in keys.items() if key in read}
