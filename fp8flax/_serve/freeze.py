@@ -154,6 +154,8 @@ def _freeze_linen(
     seen, read = dict[Path, SeenOp](), set[Path]()
 
     class RecordingCall(Call):
+        """A call in the trace; it records the ops that run."""
+
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
