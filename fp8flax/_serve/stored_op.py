@@ -229,12 +229,12 @@ def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
-    """Returns 4-bit codes (e2m1) as the low bits of uint8: the sign, then the place of the size in order.
+    """Returns the bits of 4-bit codes (e2m1) as low bits of uint8: the sign, then the rank of the size.
 
     XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of 4-bit codes.
     """
     x = codes.astype(jnp.float32)
-    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, which have the ranks 0 to 7
     bits = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
     return jnp.where(jnp.signbit(x), bits + 8, bits).astype(jnp.uint8)
 

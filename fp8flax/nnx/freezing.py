@@ -137,7 +137,7 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
     """
     seen, read, keys = dict[Path, SeenOp](), set[int](), dict[Path, int]()
     got = collections.defaultdict[int, list[Any]](list)
-    """The values that the variable of each kernel has returned. Its key is its place among the inputs."""
+    """The values that the variable of each kernel has returned, by the kernel's place among the inputs."""
 
     def on_get(key: int, kernel: Any, value: Any) -> Any:
         got[key].append(value)
