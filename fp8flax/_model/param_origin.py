@@ -72,15 +72,15 @@ class Origin(NamedTuple):
         return array
 
     def into_parameter(self, values: jax.Array) -> jax.Array:
-        """Moves bytes from the places of the value to the places of the parameter that it was made of.
+        """Moves codes from the places of the value to the places of the parameter that it was made of.
 
-        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs floats, and
-        bfloat16 holds every byte exactly.
+        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs a wide
+        dtype, and bfloat16 holds every code exactly.
         """
         like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
         back = jax.linear_transpose(partial(self.rebuild, casts=False), like)
         (result,) = back(values.astype(jnp.bfloat16))
-        return result.astype(jnp.uint8)
+        return result.astype(values.dtype)
 
     def name(self, module: tuple[str, ...], summed: Sequence[int]) -> str:
         """Returns the name of the value in a module at this path; the state of the op is named with it.

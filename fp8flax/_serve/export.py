@@ -20,7 +20,7 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, NVFP4Quantizer
 from fp8flax._serve.checkpoints import DTYPES, E4M3, INDEX, SINGLE
-from fp8flax._serve.freeze import freeze, front_of
+from fp8flax._serve.freeze import described, freeze
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -92,7 +92,7 @@ def save_safetensors(
 
     Source: the safetensors format; FP8 checkpoints as transformers and vLLM document them; DeepSeek-V3.
     """
-    ops, arrays = front_of(model).described(model, variables)
+    ops, arrays = described(model, variables)
     path = pathlib.Path(path)
     tensors, wide = _tensors_of(ops, {name: np.asarray(x) for name, x in arrays.items()}, rename)
     if path.name == SINGLE and (index := path.with_name(INDEX)).exists():
@@ -131,7 +131,7 @@ def weights_for_serving(
     """
     frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
     served, variables = frozen if isinstance(frozen, tuple) else (frozen, None)
-    ops, arrays = front_of(model).described(served, variables)
+    ops, arrays = described(served, variables)
     return _tensors_of(ops, arrays, rename)[0]
 
 

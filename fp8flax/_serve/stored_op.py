@@ -11,7 +11,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,9 @@ from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
-from fp8flax._core.state.state import ScalingState, scale_of
+from fp8flax._core.state.state import scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
+from fp8flax._model.converted_call import as_struct
 from fp8flax._model.param_origin import Origin
 from fp8flax._train.check import warn_if_damaged
 
@@ -45,18 +46,14 @@ WEIGHT_ONLY = CustomRecipe(
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
+    row: type[Op]
     gemms: CustomRecipe
-    kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only."""
-    plan: Callable[..., Any] | None
-    """``plan(recipe=)`` returns the plan of the op for its arguments; None if the op has no plan."""
+    kernel: Origin
+    """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
     stacked: tuple[int, ...] | None = None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
-
-    @property
-    def kernel_paths(self) -> tuple[Path, ...]:
-        """The paths of the parameters that the kernel is made of."""
-        return () if self.kernel is None else tuple({source.path for source in self.kernel.sources})
+    arguments: tuple[Any, ...] = ()
+    """The arguments of the op, with shapes and dtypes instead of arrays."""
 
 
 class ServedOp(NamedTuple):
@@ -87,63 +84,79 @@ def leaves_of(tree: Any) -> Arrays:
 # Freezing.
 
 
+def record(
+    seen: dict[Path, SeenOp], path: Path, found: SeenOp, *arguments: Any, **keywords: Any
+) -> jax.Array:
+    """Records an op that runs in a trace; the result does not depend on the kernel."""
+    # The record outlives the trace, so it must not hold arrays.
+    found = found._replace(arguments=jax.tree.map(as_struct, arguments))
+    before = seen.setdefault(path, found)
+    if before.kernel != found.kernel:  # one op multiplies by several kernels
+        seen[path] = before._replace(kernel=Origin(before.kernel.sources + found.kernel.sources))
+    lhs, rhs, *rest = arguments
+    return found.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+
+
 def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
     params: Mapping[Path, Any],
     state: Any,
     weight_only: bool,
-    unseen: Collection[str] = (),
+    unseen: Collection[Path] = (),
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
-    """Returns the frozen ops, the codes of the stored kernels, and their scales.
+    """Returns the frozen ops, the codes of the stored kernels, and their scales; warns as ``freeze`` does.
 
-    Warns about kernels that stay wide, and about scales that have seen no data or that no training leaves.
-
-    Args:
-        seen: the ops that a trace of the model has found.
-        read: the kernels that something else than an FP8 op reads.
-        params: the parameters by their paths.
-        state: the collection of scaling state.
-        weight_only: as in ``freeze``.
-        unseen: further ops, which the trace has not found.
+    ``read`` are the kernels that something else than an op reads. ``unseen`` are ops that the trace has not
+    found.
     """
     if not seen:
         raise ValueError(
             "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
             "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False)."
+            "Call freeze outside of autocast(enabled=False). If it is frozen already, write it with "
+            "save_safetensors."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)
     paths, leaves, _ = flatten(state)
     places = Places.of(paths, leaves)
     states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
-    uses = Counter([*(path for op in seen.values() for path in op.kernel_paths), *read])
+    kernels = {path: {source.path for source in op.kernel.sources} for path, op in seen.items()}
+    uses = Counter([*itertools.chain(*kernels.values()), *read])
     ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
     wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
     for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
-        operands = {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}
-        delayed = {(*path, name): q for name, q in operands.items() if isinstance(q, DelayedQuantizer)}
-        if missing := ["/".join(place) for place in delayed if place not in states]:
-            raise MissingStateError(
-                f"{OVERWRITE_WITH_GRADIENT}/{missing[0]} is missing from the variables: freeze needs the "
-                "scales that training or fp8flax.calibrate left, or fresh ones from fp8flax.add_fp8_state."
-            )
-        fresh += ["/".join(place) for place in delayed if _is_fresh(states[place].amax_history)]
-        reason = _why_wide(found, gemms, uses, params)
-        op = ServedOp(path, CustomRecipe() if weight_only else gemms)
-        if reason is None:
-            (kernel,) = found.kernel_paths
-            own = {place[-1]: (quantizer, states[place]) for place, quantizer in delayed.items()}
-            op, codes[kernel], of_op = _stored(path, found, gemms, params[kernel], own)
-            scales |= {(*path, name): x for name, x in of_op.items()}
-        elif reason:
-            wide.update({"/".join(kernel): reason for kernel in found.kernel_paths})
-        ops.append(op)
+        known = dict[str, jax.Array]()
+        for name, quantizer in {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}.items():
+            if isinstance(quantizer, DelayedQuantizer):
+                place = *path, name
+                if place not in states:
+                    raise MissingStateError(
+                        f"{OVERWRITE_WITH_GRADIENT}/{'/'.join(place)} is missing from the variables: "
+                        "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones "
+                        "from fp8flax.add_fp8_state."
+                    )
+                known[name] = scale_of(quantizer, states[place])[..., None]
+                history = states[place].amax_history
+                if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
+                    fresh.append("/".join(place))
+        ops.append(ServedOp(path, CustomRecipe() if weight_only else gemms))
+        if gemms.forward.rhs is not None and kernels[path]:
+            kernel, *_ = kernels[path]
+            plan = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
+            stacks = _stacks(found, params[kernel])
+            if reason := _why_wide(found, plan, uses[kernel], stacks):
+                wide.update(dict.fromkeys(kernels[path], reason))
+            else:
+                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stacks[0], known)
+                scales |= {(*path, name): x for name, x in own.items()}
+                layout, dtype = _layout(found.kernel, plan, stacks[0]), jnp.result_type(params[kernel])
+                ops[-1] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
     if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
+        text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
     if fresh:
         warnings.warn(
@@ -154,113 +167,76 @@ def freeze_ops(
     return ops, codes, scales
 
 
-def _is_fresh(history: jax.Array) -> bool:
-    """Returns whether a history holds no amax, if its values are known."""
-    return not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history))
-
-
-def _why_wide(
-    found: SeenOp, gemms: CustomRecipe, uses: Mapping[Path, int], params: Mapping[Path, Any]
-) -> str | None:
-    """Returns why the kernel of an op cannot be stored in FP8; None if it can be.
-
-    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters.
-    """
-    if gemms.forward.rhs is None or found.kernel is None:
-        return ""
-    if found.plan is None:
+def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
+    """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
+    if plan is None:
         return "it is the kernel of a convolution or of a ragged dot"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
-    if uses[found.kernel_paths[0]] > 1:
+    if num_uses > 1:
         return "something else reads it, or changes it"
-    if isinstance(quantizer := gemms.forward.rhs, NVFP4Quantizer):
+    if isinstance(quantizer := plan.recipe.forward.rhs, NVFP4Quantizer):
         if quantizer.rotation or quantizer.stochastic_rounding:
             return "its recipe rotates it, or rounds it at random"
-        plan = found.plan(recipe=gemms)
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    is_clear = len(_stacks(found, params[found.kernel_paths[0]])) == 1
-    return None if is_clear else "its shape does not show along which axes loops stack it"
+    return None if len(stacks) == 1 else "its shape does not show along which axes loops stack it"
 
 
 def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
     if found.stacked is not None:
         return [found.stacked]
-    assert found.kernel is not None
     whole, part = parameter.shape, found.kernel.sources[0].shape
     choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
     return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
 def _stored(
-    path: Path,
-    found: SeenOp,
-    gemms: CustomRecipe,
-    parameter: Any,
-    delayed: Mapping[str, tuple[DelayedQuantizer, ScalingState]],
-) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]]:
-    """Returns a frozen op, the codes of its kernel in the places of its parameter, and its scales.
+    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], known: Mapping[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the codes of a kernel in the places of its parameter, and the scales of its op.
 
-    ``delayed`` has the quantizer and the state of each scale that the state determines.
+    ``known`` has the scales that the scaling state determines.
     """
-    origin, (stacked,) = found.kernel, _stacks(found, parameter)
-    assert origin is not None
-    assert found.plan is not None
-    plan = found.plan(recipe=gemms)
 
-    def of_one(parameter: jax.Array, states: Mapping[str, ScalingState]) -> Any:
-        scales = {name: scale_of(delayed[name][0], state)[None] for name, state in states.items()}
+    def of_one(parameter: jax.Array, known: Mapping[str, jax.Array]) -> Any:
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
-        packed = packed_kernel(plan, kernel, scales.get(KERNEL_SCALE))
-        moved = origin.into_parameter(as_bytes(packed.codes))
-        scales[KERNEL_SCALE] = packed.scale
+        packed = packed_kernel(plan, kernel, known.get(KERNEL_SCALE))
+        scales = {**known, KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        scales = {name: x if x.ndim else x.reshape((1,)) for name, x in scales.items()}
-        return _from_bytes(moved, packed.codes.dtype), scales
+        return origin.into_parameter(packed.codes), jax.tree.map(jnp.atleast_1d, scales)
 
-    for i, axis in reversed([*enumerate(stacked)]):  # states are stacked along the first axes
+    for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    states = {name: state for name, (_, state) in delayed.items()}
-    codes, scales = jax.jit(of_one, **places)(parameter, states)
+    codes, scales = jax.jit(of_one, **places)(parameter, known)
+    return codes, scales
+
+
+def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
+    """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
-    is_as_stored = not batch and origin.is_one_parameter and stacked == tuple(range(len(stacked)))
+    is_as_stored = not batch and kernel.is_one_parameter and stack == tuple(range(len(stack)))
     out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
-    layout = (out, summed) if is_as_stored else None
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
-    return ServedOp(path, gemms, tuple(scales), origin.sources[0].path, layout, dtype), codes, scales
+    return (out, summed) if is_as_stored else None
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
-    """Returns the bits of codes in uint8; those of 4-bit codes are the low ones.
+    """Returns the bits of 4-bit codes (e2m1) as low bits of uint8: the sign, then the rank of the size.
 
-    The product of a 4-bit code and 2**-14 has in float16 the bits of the code: its sign first, and the
-    others from bit 9 on. (XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of
-    4-bit codes.)
+    XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of 4-bit codes.
     """
-    if codes.dtype != jnp.float4_e2m1fn:
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    half = (codes.astype(jnp.float32) * np.float32(2.0**-14)).astype(jnp.float16)
-    bits = jax.lax.bitcast_convert_type(half, jnp.uint16) >> np.uint16(9)
-    return (bits & np.uint16(7) | bits >> np.uint16(3) & np.uint16(8)).astype(jnp.uint8)
-
-
-def _from_bytes(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the codes that ``as_bytes`` returned the bits of."""
-    if dtype != jnp.float4_e2m1fn:
-        return jax.lax.bitcast_convert_type(bits, dtype)
-    bits = bits.astype(jnp.uint16)
-    half = (bits & np.uint16(7) | (bits & np.uint16(8)) << np.uint16(3)) << np.uint16(9)
-    half = jax.lax.bitcast_convert_type(half, jnp.float16)
-    return (half.astype(jnp.float32) * np.float32(2.0**14)).astype(dtype)
+    x = codes.astype(jnp.float32)
+    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, which have the ranks 0 to 7
+    bits = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
+    return jnp.where(jnp.signbit(x), bits + 8, bits).astype(jnp.uint8)
 
 
 # Computing.

@@ -292,7 +292,7 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     other = Net(nnx.Rngs(1))
     assert fp8.load_into(other, fp8.read_checkpoint(paths[0])) is other
     np.testing.assert_allclose(fp8nnx.freeze(other, X, **options)(X), frozen(X), rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):
+    with pytest.raises(TypeError, match=r"must come from fp8flax\.freeze; got Net"):
         fp8nnx.save_safetensors(paths[0], model)
     with pytest.raises(TypeError, match="none are passed beside it; got dict"):
         fp8.save_safetensors(paths[0], frozen, {})

@@ -12,6 +12,7 @@ import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import RECIPES, assert_same, normal
 from tests.models import MODELS, TOKENS, LanguageModel, trained
+from tests.nnx.test_serving import Twin
 
 
 def saved_and_restored(folder, tree, target):
@@ -43,25 +44,15 @@ def test_linen(name, recipe, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, apply(restored, x), apply(served, x))
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        op = partial(fp8nnx.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
-        self.first = nnx.Linear(16, 32, dot_general=op(), rngs=rngs)
-        self.last = nnx.Linear(32, 8, dot_general=op(), rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.relu(self.first(x)))
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
 def test_nnx(tmp_path):
     x = normal(0, 4, 16)
-    model = Net(nnx.Rngs(0))
+    model = Twin(nnx.Rngs(0))
     fp8nnx.calibrate(lambda model, x: model(x), model, [x])
     frozen = fp8nnx.freeze(model, x)
     # A new process makes the target without values.
-    other = nnx.eval_shape(lambda: fp8nnx.freeze(Net(nnx.Rngs(1)), x))
+    other = nnx.eval_shape(lambda: fp8nnx.freeze(Twin(nnx.Rngs(1)), x))
     graphdef, target = nnx.split(other)
     restored = nnx.merge(graphdef, saved_and_restored(tmp_path, nnx.state(frozen), target))
     assert restored.first.kernel.get_value().dtype.name == "float8_e4m3fn"
