@@ -69,10 +69,18 @@ def calibrate(
     check_function("fun", fun, "model.apply")
     nnx = sys.modules.get("flax.nnx")  # imported only if the user has
     if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
-        nnx_variables = importlib.import_module("fp8flax.nnx.variables")
-        of_variables, whole = nnx_variables.as_function_of_variables(fun, variables)
-        filled = _filled(of_variables, whole, batches, backward, has_aux)
-        return nnx_variables.set_state(variables, filled)
+        ops = importlib.import_module("fp8flax.nnx.ops")
+        graphdef, model = nnx.split(variables)
+
+        def of_variables(variables: Any, batch: Any) -> Any:
+            # A copy has variables of this trace, to which fun may write.
+            copy = nnx.merge(graphdef, variables["model"], copy=True)
+            ops.set_state(copy, variables)
+            return fun(copy, batch)
+
+        # The model is an argument, because a compiled function would hold a closure's weights as constants.
+        whole = {**ops.state_of(variables), "model": model}
+        return ops.set_state(variables, _filled(of_variables, whole, batches, backward, has_aux))
     check_variables(variables)
     return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
 

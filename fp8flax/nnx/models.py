@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.names import NOT_CONVERTED, RNG
+from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
@@ -34,7 +34,8 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import made_once
-from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
+from fp8flax.nnx import ops
+from fp8flax.nnx.ops import Fp8Op
 
 
 def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
@@ -256,9 +257,8 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
         elif site.impossible is None:
             wide = LeftWide(site.path, _plain(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
-    fields = {row.nnx_field for row in OPS}
     for path, op in nodes_of(copy, Fp8Op).items():
-        op._scope = "/".join(path[:-1] if path[-1] in fields else path)
+        op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
         op._reason = op._reason or "an op of its own"
     return copy
 
@@ -268,15 +268,9 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     row = site.op
     form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
+    op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
+    op._make_state(site.stacked, rngs)
     op._reason, op.has_kernel = site.reason, site.kernel is not None
-    in_use = op._recipe_in_use()
-    if rngs is not None and in_use is not None and in_use.gemms.is_random:
-        op.rngs = rngs[RNG].split(site.stacked) if site.stacked else rngs[RNG].fork()
-    for value in vars(op).values():
-        if isinstance(value, OverwriteWithGradient):
-            array = value.get_value()
-            value.set_value(jnp.broadcast_to(array, (*site.stacked, *array.shape)))
     return cast(Fp8Op, op)
 
 

@@ -3,8 +3,7 @@
 import flax.linen as nn
 from flax import nnx
 
-from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import written_variables
+from fp8flax.nnx.ops import Fp8Op, written_variables
 
 
 def places(model):
