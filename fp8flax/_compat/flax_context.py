@@ -1,8 +1,7 @@
 """Returns the Linen modules whose methods run now.
 
-Why: a Linen op warns if ``apply`` was called with the name of the state's collection in ``mutable``, and
-refuses an ``nn.WeightNorm`` that would normalize its state. Flax has no public way to list the modules that
-are running.
+Why: a Linen op refuses an ``nn.WeightNorm`` that would normalize its state. Flax has no public way to list
+the modules that are running.
 
 Internals: ``_context`` of ``nn.module``.
 """

@@ -69,18 +69,17 @@ def calibrate(
     check_function("fun", fun, "model.apply")
     nnx = sys.modules.get("flax.nnx")  # imported only if the user has
     if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
-        ops = importlib.import_module("fp8flax.nnx.ops")
-        graphdef, model = nnx.split(variables)
+        kind = importlib.import_module("fp8flax.nnx.ops").OverwriteWithGradient
+        graphdef, state, rest = nnx.split(variables, kind, ...)
 
         def of_variables(variables: Any, batch: Any) -> Any:
             # A copy has variables of this trace, to which fun may write.
-            copy = nnx.merge(graphdef, variables["model"], copy=True)
-            ops.set_state(copy, variables)
-            return fun(copy, batch)
+            return fun(nnx.merge(graphdef, *variables.values(), copy=True), batch)
 
-        # The model is an argument, because a compiled function would hold a closure's weights as constants.
-        whole = {**ops.state_of(variables), "model": model}
-        return ops.set_state(variables, _filled(of_variables, whole, batches, backward, has_aux))
+        # The rest is an argument, because a compiled function would hold a closure's weights as constants.
+        whole = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
+        filled = _filled(of_variables, whole, batches, backward, has_aux)
+        return nnx.update(variables, filled[OVERWRITE_WITH_GRADIENT])
     check_variables(variables)
     return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
 

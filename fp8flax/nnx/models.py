@@ -58,21 +58,21 @@ def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Se
     """Returns what a layer with a field for an op computes, as its attributes say.
 
     This is the op, the shape of the kernel without the axes by which ``nnx.vmap`` stacked it, the axes of
-    the kernel that the layer sums over, and those that are in both operands and in the result.
+    the kernel that the layer sums over, and those that only the kernel and the result have.
     """
     if isinstance(module, nnx.Linear):
-        return DotGeneral, (module.in_features, module.out_features), [0], []
+        return DotGeneral, (module.in_features, module.out_features), [0], [1]
     if isinstance(module, nnx.LinearGeneral):
-        batch, inputs = tuple(module.batch_axis.values()), tuple(module.in_features)
-        summed = range(len(batch), len(batch) + len(inputs))
-        return DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch))
+        features = *module.batch_axis.values(), *module.in_features, *module.out_features
+        first, end = len(module.batch_axis), len(features) - len(module.out_features)
+        return DotGeneral, features, range(first, end), range(end, len(features))
     if isinstance(module, nnx.Einsum):
         # The names of the axes of the input, the kernel and the result.
         lhs, rhs, result = re.split(",|->", module.einsum_str.replace("...", ""))
-        shared = [i for i, name in enumerate(rhs) if name in lhs]
-        both = [i for i in shared if rhs[i] in result]
-        return Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both
-    return Conv, tuple(module.kernel_shape), range(len(module.kernel_shape) - 1), []
+        summed = [i for i, name in enumerate(rhs) if name in lhs and name not in result]
+        return Einsum, module.kernel_shape, summed, [i for i, name in enumerate(rhs) if name not in lhs]
+    last = len(module.kernel_shape) - 1
+    return Conv, module.kernel_shape, range(last), [last]
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
@@ -83,28 +83,30 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     return bool(are_apart and np.all(input_dilation == 1) and layer.feature_group_count == 1)
 
 
+_HAS_AN_OP = "it has an op of its own"
+
+
 def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
-        row, shape, summed, batch_axes = _layer_of(module)
-        kernel, field = module.kernel.get_value(), row.nnx_field
-        stacked, impossible = _stack_of(kernel.shape, shape)
-        k, batch = (math.prod(shape[i] for i in axes) for axes in (summed, batch_axes))
-        function = getattr(module, field)
+        row, shape, summed, free = _layer_of(module)
+        kernel, function = module.kernel.get_value(), getattr(module, row.nnx_field)
+        stacked, impossible = _stack_of(kernel.shape, tuple(shape))
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
         if not is_free or getattr(module, "dot_general_cls", None) is not None:
-            impossible = impossible or "it has an op of its own"
+            impossible = _HAS_AN_OP
+        k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
         yield Site(
             path="/".join(path),
             module=module,
             kernel="/".join((*path, "kernel")),
             op=row,
-            shapes=(tuple(shape[i] for i in summed), shape),
+            shapes=(tuple(shape[i] for i in summed), tuple(shape)),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
-            sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
+            sizes=GemmSizes(1, 1, k, n),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=impossible,
-            name=field,
+            name=row.nnx_field,
             stacked=stacked,
         )
 
@@ -201,7 +203,7 @@ class DryRun:
         self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
         for layer in layers_of(copy):
-            if isinstance(getattr(layer.module, layer.name), Fp8Op | LeftWide | None):
+            if layer.impossible != _HAS_AN_OP:
                 setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
         for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.

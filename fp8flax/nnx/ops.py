@@ -198,16 +198,11 @@ def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def check_model(model: Any, more: str = "") -> None:
-    """Raises ``TypeError`` if a value has no module or variable of NNX, but is for instance a Linen model.
-
-    Args:
-        model: the value that was passed as a model. It may also be an ``nnx.State`` or a tuple of models.
-        more: what to do, as a sentence that begins with a space.
-    """
+def check_model(model: Any) -> None:
+    """Raises ``TypeError`` if a value is not a model, an ``nnx.State`` or a tree that has one in it."""
     nodes = jax.tree.leaves(model, is_leaf=is_node)
     if not (isinstance(model, nnx.State) or any(map(is_node, nodes))):
-        raise wrong_model(model, "be a flax.nnx.Module", more)
+        raise wrong_model(model, "be a flax.nnx.Module")
 
 
 def state_of(node: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def value_and_grad(
         # Both have the state of a module that two arguments share once.
         gradients = dict(zip(nodes, grads))
         set_state(gradients, leave(state, state_of(gradients)))
-        grads = tuple(map(_mark, grads))
+        grads = _mark(grads)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     return value_and_grad_f
@@ -153,7 +153,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
     @functools.wraps(f)
     def accumulated(model: Any, microbatches: Any) -> Any:
-        check_model(model, " The order is (model, microbatches).")
+        check_model(model)
         graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
         params, scaling, rest = states
 
