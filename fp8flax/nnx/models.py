@@ -63,16 +63,16 @@ def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Se
     if isinstance(module, nnx.Linear):
         return DotGeneral, (module.in_features, module.out_features), [0], [1]
     if isinstance(module, nnx.LinearGeneral):
-        features = *module.batch_axis.values(), *module.in_features, *module.out_features
-        first, end = len(module.batch_axis), len(features) - len(module.out_features)
-        return DotGeneral, features, range(first, end), range(end, len(features))
+        shape = *module.batch_axis.values(), *module.in_features, *module.out_features
+        start, end = len(module.batch_axis), len(shape) - len(module.out_features)
+        return DotGeneral, shape, range(start, end), range(end, len(shape))
+    shape = tuple(module.kernel_shape)
     if isinstance(module, nnx.Einsum):
         # The names of the axes of the input, the kernel and the result.
         lhs, rhs, result = re.split(",|->", module.einsum_str.replace("...", ""))
         summed = [i for i, name in enumerate(rhs) if name in lhs and name not in result]
-        return Einsum, module.kernel_shape, summed, [i for i, name in enumerate(rhs) if name not in lhs]
-    last = len(module.kernel_shape) - 1
-    return Conv, module.kernel_shape, range(last), [last]
+        return Einsum, shape, summed, [i for i, name in enumerate(rhs) if name not in lhs]
+    return Conv, shape, range(len(shape) - 1), [len(shape) - 1]
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
@@ -91,7 +91,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
     for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
         row, shape, summed, free = _layer_of(module)
         kernel, function = module.kernel.get_value(), getattr(module, row.nnx_field)
-        stacked, impossible = _stack_of(kernel.shape, tuple(shape))
+        stacked, impossible = _stack_of(kernel.shape, shape)
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
         if not is_free or getattr(module, "dot_general_cls", None) is not None:
             impossible = _HAS_AN_OP
@@ -101,7 +101,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
             module=module,
             kernel="/".join((*path, "kernel")),
             op=row,
-            shapes=(tuple(shape[i] for i in summed), tuple(shape)),
+            shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(1, 1, k, n),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
