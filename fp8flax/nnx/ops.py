@@ -157,6 +157,8 @@ class Fp8Einsum(Fp8Op):
 class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp`` and ``Fp8DotGeneralOp``.
 
+    It has one form, ``"direct"``.
+
     Example:
         >>> from flax import nnx
         >>> import fp8flax.nnx as fp8nnx

@@ -154,13 +154,14 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
     @functools.wraps(f)
     def accumulated(model: Any, microbatches: Any) -> Any:
         check_model(model)
-        graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
+        filters = nnx.Param, OverwriteWithGradient, ...
+        graphdef, *states = nnx.split(model, *filters)
         params, scaling, rest = states
 
         def of_variables(variables: Any, rest: Any, microbatch: Any) -> Any:
             # A copy has variables of this trace, to which f may write.
             merged = nnx.merge(graphdef, *variables.values(), rest, copy=True)
-            return f(merged, microbatch), nnx.state(merged, _REST)
+            return f(merged, microbatch), nnx.state(merged, *filters)[-1]
 
         variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: scaling}
         value, grads, rest = accumulate(of_variables, variables, rest, microbatches, has_aux)
@@ -168,9 +169,6 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         return value, _mark(nnx.merge_state(*grads.values()))
 
     return accumulated
-
-
-_REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
 
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
