@@ -83,9 +83,6 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     return bool(are_apart and np.all(input_dilation == 1) and layer.feature_group_count == 1)
 
 
-_HAS_AN_OP = "it has an op of its own"
-
-
 def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
@@ -94,7 +91,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
         stacked, impossible = _stack_of(kernel.shape, shape)
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
         if not is_free or getattr(module, "dot_general_cls", None) is not None:
-            impossible = _HAS_AN_OP
+            impossible = impossible or "it has an op of its own"
         k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
         yield Site(
             path="/".join(path),
@@ -203,8 +200,7 @@ class DryRun:
         self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
         for layer in layers_of(copy):
-            if layer.impossible != _HAS_AN_OP:
-                setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
+            setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
         for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.
             if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):

@@ -133,6 +133,21 @@ def test_rules_and_models_that_are_wrong(block):
         )
 
 
+def test_axes_of_kernels():
+    """Axes that are in both operands and in the result count neither as K nor as N."""
+    general = nnx.LinearGeneral(16, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    einsum = nnx.Einsum("btm,bmo->bto", (2, 16, 4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"einsum: K=16, N=4:.*general: K=16, N=4:"):
+        fp8nnx.quantize_model(nnx.Dict(general=general, einsum=einsum))
+
+
+def test_stacked_layers_have_random_keys_of_their_own():
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = nnx.vmap(lambda key: nnx.Linear(32, 16, rngs=nnx.Rngs(key)))(keys)
+    model8 = fp8nnx.quantize_model(layers, fp8.NVFP4BlockScaling(), include=".*", rngs=nnx.Rngs(fp8=0))
+    assert model8.dot_general.rngs.key.shape == (3,)
+
+
 def test_layers_with_functions_of_their_own_are_left():
     rngs = nnx.Rngs(0)
 

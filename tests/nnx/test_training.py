@@ -162,6 +162,8 @@ def test_what_is_differentiated():
     assert of_x.shape == X.shape
     assert set(of_first) == {"dot_general", "kernel"}
     assert set(of_second) == {"bias", "dot_general", "kernel"}
+    (alone,) = fp8nnx.grad(loss, argnums=(2,))(X, first, second)
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, (alone, of_second)))
     fp8nnx.overwrite_state(first, of_first)
     fp8nnx.overwrite_state(second, of_second)
     both = nnx.List([first, second])
@@ -178,6 +180,21 @@ def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
     grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
     kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
+def test_a_gradient_inside_of_another():
+    """Each of them has the state of its own loss. Only the reference form can be differentiated twice."""
+    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED, form="qdq")
+    layer = nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0))
+
+    def loss(model):
+        inner = fp8nnx.grad(lambda m: jnp.sum(m(X)))(model)
+        return jnp.sum(model(2 * X)), nnx.to_pure_dict(inner)
+
+    outer, inner = fp8nnx.grad(loss, has_aux=True)(layer)
+    for found, x in ((inner, X), (nnx.to_pure_dict(outer), 2 * X)):
+        expected = nnx.to_pure_dict(fp8nnx.grad(lambda m, x=x: jnp.sum(m(x)))(layer))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_arguments_that_are_passed_by_name():
