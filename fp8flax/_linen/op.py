@@ -9,10 +9,8 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import DenyList
 
-from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, RNG
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, RNG
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import calls_of
@@ -45,24 +43,20 @@ class Fp8Op(OpBase, nn.Module):
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
         calls, is_there = calls_of(self.scope), self.has_variable(collection, name)
-        if (calls or is_there) and not self.is_initializing() and self._is_named_mutable():
+        # Other values of mutable that include the state, such as True, include the parameters, too.
+        is_mutable = self.is_mutable_collection(collection)
+        is_named = is_mutable and not (self.is_initializing() or self.is_mutable_collection(PARAMS))
+        if is_named and (calls or is_there):
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
-                f"mutable names {collection!r}, but apply returns the old state there. The next state is "
-                "the gradient with respect to the old one: take it from fp8flax.value_and_grad, as "
+                f"mutable includes {collection!r}, but apply returns the old state there. The next state "
+                "is the gradient with respect to the old one: take it from fp8flax.value_and_grad, as "
                 "fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
         if calls and (value := calls[-1].state_of(self, leaf)) is not None:
             return value, where
-        if self._is_normalized(name):
-            raise ValueError(
-                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
-                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
-                "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
-                "variable_filter={'<layer>/kernel'}."
-            )
-        if not (is_there or self.is_mutable_collection(collection)):
+        if not (is_there or is_mutable):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
                 f"here. Pass the variables whole, with their {collection!r} collection. A model without "
@@ -73,22 +67,3 @@ class Fp8Op(OpBase, nn.Module):
                 "Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
-
-    def _is_named_mutable(self) -> bool:
-        """Returns whether ``mutable`` of ``apply`` names the collection of the state."""
-        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
-            return False
-        filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
-        # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
-        given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
-        return not isinstance(given, bool | DenyList)
-
-    def _is_normalized(self, leaf: str) -> bool:
-        """Returns whether an ``nn.WeightNorm`` around the op would normalize this variable."""
-        for norm in running_modules():
-            if isinstance(norm, nn.WeightNorm):
-                layer = norm.layer_instance
-                path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
-                if not norm.variable_filter or any(name in path for name in norm.variable_filter):
-                    return True
-        return False

@@ -69,10 +69,17 @@ def calibrate(
     check_function("fun", fun, "model.apply")
     nnx = sys.modules.get("flax.nnx")  # imported only if the user has
     if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
-        nnx_variables = importlib.import_module("fp8flax.nnx.variables")
-        of_variables, whole = nnx_variables.as_function_of_variables(fun, variables)
+        kind = importlib.import_module("fp8flax.nnx.ops").OverwriteWithGradient
+        graphdef, state, rest = nnx.split(variables, kind, ...)
+
+        def of_variables(variables: Any, batch: Any) -> Any:
+            # A copy has variables of this trace, to which fun may write.
+            return fun(nnx.merge(graphdef, *variables.values(), copy=True), batch)
+
+        # The rest is an argument, because a compiled function would hold a closure's weights as constants.
+        whole = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
         filled = _filled(of_variables, whole, batches, backward, has_aux)
-        return nnx_variables.set_state(variables, filled)
+        return nnx.update(variables, filled[OVERWRITE_WITH_GRADIENT])
     check_variables(variables)
     return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
 

@@ -4,40 +4,27 @@ A second front of the package: recipes, ``autocast`` and ``audit`` are those of 
 """
 
 # Ops, to be given to layers, and their state.
-from fp8flax.nnx.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8Einsum, Fp8RaggedDotOp
-from fp8flax.nnx.ops import OverwriteWithGradient
+from fp8flax.nnx.ops import Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp
+from fp8flax.nnx.ops import Fp8DotGeneralOp as Fp8DotGeneralOp
+from fp8flax.nnx.ops import Fp8Einsum as Fp8Einsum
+from fp8flax.nnx.ops import Fp8RaggedDotOp as Fp8RaggedDotOp
+from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
 
 # Training.
-from fp8flax.nnx.training import Optimizer, accumulate_gradients, grad, overwrite_state, value_and_grad
-from fp8flax._train.check import check_state
+from fp8flax.nnx.training import Optimizer as Optimizer
+from fp8flax.nnx.training import accumulate_gradients as accumulate_gradients
+from fp8flax.nnx.training import grad as grad
+from fp8flax.nnx.training import overwrite_state as overwrite_state
+from fp8flax.nnx.training import value_and_grad as value_and_grad
+from fp8flax._train.check import check_state as check_state
 
 # Whole models.
-from fp8flax._model.quantize_model import quantize_model
-from fp8flax._model.report import report
+from fp8flax._model.quantize_model import quantize_model as quantize_model
+from fp8flax._model.report import report as report
 
 # Serving, and what comes before.
-from fp8flax._train.calibrate import calibrate
-from fp8flax.nnx.freezing import Frozen
-from fp8flax._serve.freeze import freeze
-from fp8flax._serve.export import save_safetensors, weights_for_serving
-
-__all__ = [
-    "Fp8ConvGeneralDilatedOp",
-    "Fp8DotGeneralOp",
-    "Fp8Einsum",
-    "Fp8RaggedDotOp",
-    "Frozen",
-    "Optimizer",
-    "OverwriteWithGradient",
-    "accumulate_gradients",
-    "calibrate",
-    "check_state",
-    "freeze",
-    "grad",
-    "overwrite_state",
-    "quantize_model",
-    "report",
-    "save_safetensors",
-    "value_and_grad",
-    "weights_for_serving",
-]
+from fp8flax._train.calibrate import calibrate as calibrate
+from fp8flax.nnx.freezing import Frozen as Frozen
+from fp8flax._serve.freeze import freeze as freeze
+from fp8flax._serve.export import save_safetensors as save_safetensors
+from fp8flax._serve.export import weights_for_serving as weights_for_serving

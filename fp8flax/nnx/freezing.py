@@ -22,8 +22,7 @@ from fp8flax._model.param_origin import Origin, Source
 from fp8flax._model.rules import Site
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 from fp8flax.nnx.models import layers_of, nodes_of, op_of
-from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import state_of, written_variables
+from fp8flax.nnx.ops import Fp8Op, state_of, written_variables
 
 
 class Frozen(nnx.Variable[Any]):

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.names import NOT_CONVERTED, RNG
+from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
@@ -34,7 +34,8 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import made_once
-from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
+from fp8flax.nnx import ops
+from fp8flax.nnx.ops import Fp8Op
 
 
 def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
@@ -57,21 +58,21 @@ def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Se
     """Returns what a layer with a field for an op computes, as its attributes say.
 
     This is the op, the shape of the kernel without the axes by which ``nnx.vmap`` stacked it, the axes of
-    the kernel that the layer sums over, and those that are in both operands and in the result.
+    the kernel that the layer sums over, and those that only the kernel and the result have.
     """
     if isinstance(module, nnx.Linear):
-        return DotGeneral, (module.in_features, module.out_features), [0], []
+        return DotGeneral, (module.in_features, module.out_features), [0], [1]
     if isinstance(module, nnx.LinearGeneral):
-        batch, inputs = tuple(module.batch_axis.values()), tuple(module.in_features)
-        summed = range(len(batch), len(batch) + len(inputs))
-        return DotGeneral, (*batch, *inputs, *module.out_features), summed, range(len(batch))
+        shape = *module.batch_axis.values(), *module.in_features, *module.out_features
+        start, end = len(module.batch_axis), len(shape) - len(module.out_features)
+        return DotGeneral, shape, range(start, end), range(end, len(shape))
+    shape = tuple(module.kernel_shape)
     if isinstance(module, nnx.Einsum):
         # The names of the axes of the input, the kernel and the result.
         lhs, rhs, result = re.split(",|->", module.einsum_str.replace("...", ""))
-        shared = [i for i, name in enumerate(rhs) if name in lhs]
-        both = [i for i in shared if rhs[i] in result]
-        return Einsum, tuple(module.kernel_shape), [i for i in shared if i not in both], both
-    return Conv, tuple(module.kernel_shape), range(len(module.kernel_shape) - 1), []
+        summed = [i for i, name in enumerate(rhs) if name in lhs and name not in result]
+        return Einsum, shape, summed, [i for i, name in enumerate(rhs) if name not in lhs]
+    return Conv, shape, range(len(shape) - 1), [len(shape) - 1]
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
@@ -85,14 +86,13 @@ def _is_matmul(layer: nnx.Conv) -> bool:
 def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
-        row, shape, summed, batch_axes = _layer_of(module)
-        kernel, field = module.kernel.get_value(), row.nnx_field
+        row, shape, summed, free = _layer_of(module)
+        kernel, function = module.kernel.get_value(), getattr(module, row.nnx_field)
         stacked, impossible = _stack_of(kernel.shape, shape)
-        k, batch = (math.prod(shape[i] for i in axes) for axes in (summed, batch_axes))
-        function = getattr(module, field)
         is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
         if not is_free or getattr(module, "dot_general_cls", None) is not None:
             impossible = impossible or "it has an op of its own"
+        k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
         yield Site(
             path="/".join(path),
             module=module,
@@ -100,10 +100,10 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
             op=row,
             shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
-            sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
+            sizes=GemmSizes(1, 1, k, n),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=impossible,
-            name=field,
+            name=row.nnx_field,
             stacked=stacked,
         )
 
@@ -200,8 +200,7 @@ class DryRun:
         self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
         for layer in layers_of(copy):
-            if isinstance(getattr(layer.module, layer.name), Fp8Op | LeftWide | None):
-                setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
+            setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
         for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.
             if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
@@ -256,9 +255,8 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
         elif site.impossible is None:
             wide = LeftWide(site.path, _plain(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
-    fields = {row.nnx_field for row in OPS}
     for path, op in nodes_of(copy, Fp8Op).items():
-        op._scope = "/".join(path[:-1] if path[-1] in fields else path)
+        op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
         op._reason = op._reason or "an op of its own"
     return copy
 
@@ -268,15 +266,9 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     row = site.op
     form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = OPS[row](*num_kernels, recipe=site.recipe, **form)
+    op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
+    op._make_state(site.stacked, rngs)
     op._reason, op.has_kernel = site.reason, site.kernel is not None
-    in_use = op._recipe_in_use()
-    if rngs is not None and in_use is not None and in_use.gemms.is_random:
-        op.rngs = rngs[RNG].split(site.stacked) if site.stacked else rngs[RNG].fork()
-    for value in vars(op).values():
-        if isinstance(value, OverwriteWithGradient):
-            array = value.get_value()
-            value.set_value(jnp.broadcast_to(array, (*site.stacked, *array.shape)))
     return cast(Fp8Op, op)
 
 

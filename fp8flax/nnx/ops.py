@@ -1,8 +1,9 @@
-"""The NNX ops: modules that layers take in the place of ``lax.dot_general`` and similar functions."""
+"""The NNX ops: modules that layers take in the place of ``lax.dot_general``, and the state of models."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +15,9 @@ from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
+from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
-from fp8flax._core.options import check_int
+from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
 
 
@@ -52,35 +53,31 @@ except ValueError:
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    def __init__(self, *, recipe: Recipe | None = None, rngs: nnx.Rngs | None = None):
-        self._set_up(recipe, rngs=rngs)
+    _experts: tuple[int, ...] = ()
+    """The number of experts of a ragged op, whose kernels have a state each."""
 
-    def _set_up(
-        self,
-        recipe: Recipe | None,
-        *,
-        form: str = "direct",
-        kernel: tuple[int, ...] = (),
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        """Sets the options, and makes the state for a kernel of this shape.
-
-        An op without stacked roles has the same state for all kernels. If its recipe rounds stochastically,
-        it gets a stream of random keys from ``rngs``.
-        """
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
         self.recipe, self.form = recipe, form
         self._check_options()
         self._scope = ""
         """The path of the op in a model, for audits. NNX itself puts no names into programs."""
         self._reason = ""
         """The reason why ``quantize_model`` gave the op to its layer, or left it there, for ``report``."""
+        self._make_state((), rngs)
+
+    def _make_state(self, stack: tuple[int, ...], rngs: nnx.Rngs | None) -> None:
+        """Makes the state, stacked as ``nnx.vmap`` stacked the kernel, for the recipe that is in use now.
+
+        If the recipe rounds stochastically, the op gets a stream of random keys from ``rngs``.
+        """
         in_use = self._recipe_in_use()
         if in_use is None:  # FP8 is switched off
             return
         if in_use.gemms.is_random and rngs is not None:
-            self.rngs = rngs[RNG].fork()
-        for leaf in self._state_leaves(in_use, kernel):
-            setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
+            self.rngs = rngs[RNG].split(stack) if stack else rngs[RNG].fork()
+        for leaf in self._state_leaves(in_use, self._experts):
+            array = jnp.full((*stack, *leaf.shape), leaf.fill, jnp.float32)
+            setattr(self, leaf.name, OverwriteWithGradient(array))
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
@@ -142,9 +139,6 @@ class Fp8DotGeneralOp(Fp8Op):
     row = DotGeneral
     __call__ = DotGeneral.__call__
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
-        self._set_up(recipe, form=form, rngs=rngs)
-
 
 class Fp8Einsum(Fp8Op):
     """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum`` and ``Fp8DotGeneralOp``.
@@ -159,12 +153,11 @@ class Fp8Einsum(Fp8Op):
     row = Einsum
     __call__ = Einsum.__call__
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
-        self._set_up(recipe, form=form, rngs=rngs)
-
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp`` and ``Fp8DotGeneralOp``.
+
+    It has one form, ``"direct"``.
 
     Example:
         >>> from flax import nnx
@@ -195,10 +188,40 @@ class Fp8RaggedDotOp(Fp8Op):
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)
-        self._set_up(recipe, kernel=(num_experts,))
+        self._experts = (num_experts,)
+        super().__init__(recipe=recipe)
 
 
-OPS: dict[type[Op], type[Fp8Op]] = {
-    op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
-}
-"""The ops by their descriptions."""
+# The state of a whole model.
+
+
+def is_node(x: Any) -> bool:
+    """Returns whether a value is a module or a variable of NNX."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def check_model(model: Any) -> None:
+    """Raises ``TypeError`` if a value is not a model, an ``nnx.State`` or a tree that has one in it."""
+    nodes = jax.tree.leaves(model, is_leaf=is_node)
+    if not (isinstance(model, nnx.State) or any(map(is_node, nodes))):
+        raise wrong_model(model, "be a flax.nnx.Module")
+
+
+def state_of(node: Any) -> dict[str, Any]:
+    """Returns the scaling state of a model, or of a tree with models, as a collection, by NNX's paths."""
+    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.state(node, OverwriteWithGradient))}
+
+
+def set_state(node: Any, state: Mapping[str, Any]) -> None:
+    """Writes a state with the structure of ``state_of`` into a model, or into a tree with models."""
+    if state[OVERWRITE_WITH_GRADIENT]:
+        nnx.update(node, state[OVERWRITE_WITH_GRADIENT])
+
+
+def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Yields each variable that files hold, after its collection and its path.
+
+    Random number generators are left out.
+    """
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable

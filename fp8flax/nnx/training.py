@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +16,7 @@ from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import enter, from_max, leave
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
-from fp8flax.nnx.ops import OverwriteWithGradient
-from fp8flax.nnx.variables import check_model, is_node, set_state, state_of
+from fp8flax.nnx.ops import OverwriteWithGradient, check_model, is_node, set_state, state_of
 
 
 class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
@@ -36,29 +34,6 @@ def _mark(grads: Any) -> Any:
         return _StateGradient(x.get_value()) if isinstance(x, OverwriteWithGradient) else x
 
     return jax.tree.map(mark, grads, is_leaf=is_node)
-
-
-@contextmanager
-def _entered(nodes: Sequence[Any], states: Sequence[Any]) -> Iterator[None]:
-    """A context in which models hold digests in the place of the scales of their ``states``."""
-    before = [state_of(node) for node in nodes]
-    try:
-        for node, state in zip(nodes, states):
-            set_state(node, enter(state))
-        yield
-    finally:
-        for node, state in zip(nodes, before):
-            set_state(node, state)
-
-
-def _left(state: Any, gradient: Any) -> Any:
-    """Returns the gradient of a model, with the next state as the gradient of its ``state``."""
-    cotangents, flat = state_of(gradient), nnx.traversals.flatten_mapping(state)
-    # NNX returns the gradient of a module that two arguments share once.
-    paths = nnx.traversals.flatten_mapping(cotangents)
-    own = nnx.traversals.unflatten_mapping({path: flat[path] for path in paths if path in flat})
-    set_state(gradient, leave({**cotangents, **own}, cotangents))
-    return _mark(gradient)
 
 
 def _without_max_dtype(tree: Any) -> Any:
@@ -106,25 +81,33 @@ def value_and_grad(
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        nodes = [args[d.argnum] for d in wanted]
+        nodes = {d.argnum: args[d.argnum] for d in wanted}
+        before = state_of(nodes)
         # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
-        states = [from_max(state_of(node)) for node in nodes]
+        state = from_max(before)
         nnx_value_and_grad = nnx.value_and_grad(
             f,
             argnums=with_state,
             has_aux=has_aux,
             holomorphic=holomorphic,
             # JAX takes the dtype that merges by maximum for an integer.
-            allow_int=allow_int or any(state[OVERWRITE_WITH_GRADIENT] for state in states),
+            allow_int=allow_int or bool(state[OVERWRITE_WITH_GRADIENT]),
             # Only graph mode has filters that choose what is differentiated; nnx.set_graph_mode is ignored.
             graph=True,
             graph_updates=True,
         )
-        with _entered(nodes, states), differentiating():
-            value, grads = nnx_value_and_grad(*args, **kwargs)
-            # A module may keep or return state that it read, which must not have the dtype of the merge.
-            value, _ = _without_max_dtype((value, (args, kwargs)))
-        grads = tuple(map(_left, states, grads))
+        try:
+            set_state(nodes, enter(state))
+            with differentiating():
+                value, grads = nnx_value_and_grad(*args, **kwargs)
+                # A module may keep or return state that it read, which must not merge by maximum any more.
+                value, _ = _without_max_dtype((value, (args, kwargs)))
+        finally:
+            set_state(nodes, before)
+        # Both have the state of a module that two arguments share once.
+        gradients = dict(zip(nodes, grads))
+        set_state(gradients, leave(state, state_of(gradients)))
+        grads = _mark(grads)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     return value_and_grad_f
@@ -170,15 +153,15 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
     @functools.wraps(f)
     def accumulated(model: Any, microbatches: Any) -> Any:
-        check_model(model, " The order is (model, microbatches).")
-        graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
+        check_model(model)
+        filters = nnx.Param, OverwriteWithGradient, ...
+        graphdef, *states = nnx.split(model, *filters)
         params, scaling, rest = states
 
         def of_variables(variables: Any, rest: Any, microbatch: Any) -> Any:
             # A copy has variables of this trace, to which f may write.
-            states = jax.tree.map(lambda x: x, (*variables.values(), rest))
-            merged = nnx.merge(graphdef, *states)
-            return f(merged, microbatch), nnx.state(merged, _REST)
+            merged = nnx.merge(graphdef, *variables.values(), rest, copy=True)
+            return f(merged, microbatch), nnx.state(merged, *filters)[-1]
 
         variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: scaling}
         value, grads, rest = accumulate(of_variables, variables, rest, microbatches, has_aux)
@@ -186,9 +169,6 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         return value, _mark(nnx.merge_state(*grads.values()))
 
     return accumulated
-
-
-_REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
 
 def overwrite_state(model: nnx.Module, grads: Any) -> None:

@@ -3,8 +3,12 @@
 import flax.linen as nn
 from flax import nnx
 
-from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import written_variables
+from fp8flax.nnx.ops import Fp8Op, written_variables
+
+
+def ops_of(model):
+    """Returns the FP8 ops of a model by their paths."""
+    return {"/".join(map(str, path)): op for path, op in nnx.iter_graph(model) if isinstance(op, Fp8Op)}
 
 
 def places(model):
@@ -13,11 +17,11 @@ def places(model):
     Entry 0 of a list ``layers`` is called ``layers_0`` there. The op of a layer has the name of its class,
     but ``Fp8DotGeneralOp`` if it is an einsum, as in models that are converted.
     """
-    ops = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Fp8Op) and path}
-    found = {}
+    ops, found = ops_of(model), {}
     for collection, path, variable in written_variables(model):
         names = []
-        for key, op in ((key, ops.get(path[: i + 1])) for i, key in enumerate(path)):
+        for i, key in enumerate(path):
+            op = ops.get("/".join(map(str, path[: i + 1])))
             if op is not None and key == op.row.nnx_field:
                 name = type(op).__name__
                 names.append("Fp8DotGeneralOp_0" if name == "Fp8Einsum" else f"{name}_0")

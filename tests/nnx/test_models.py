@@ -9,6 +9,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import normal
+from tests.nnx import layout
 from tests.nnx.layout import to_linen
 
 OWG = "_overwrite_with_gradient"
@@ -46,11 +47,7 @@ def block():
 
 def ops_of(model):
     """Returns the ops by the paths of their layers."""
-    return {
-        "/".join(map(str, path[:-1])): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, fp8nnx.Fp8DotGeneralOp | fp8nnx.Fp8Einsum | fp8nnx.Fp8ConvGeneralDilatedOp)
-    }
+    return {path.rpartition("/")[0]: op for path, op in layout.ops_of(model).items()}
 
 
 CELL = {f"cell/{name}" for name in ("dense_i", "dense_h")}
@@ -60,9 +57,8 @@ ATTENTION = {f"attention/{name}" for name in ("query", "key", "value", "out")}
 def test_layers_and_defaults(block):
     everything = fp8nnx.quantize_model(block, include=".*")
     found = ops_of(everything)
-    assert set(found) == ATTENTION | CELL | {
-        *("up", "einsum", "logits", "router", "tiny", "patches", "conv"),
-    }
+    others = {"up", "einsum", "logits", "router", "tiny", "patches", "conv"}
+    assert set(found) == ATTENTION | CELL | others
     assert len({id(op) for op in found.values()}) == len(found)
     assert everything.with_up[0] is everything.up
     assert not ops_of(block)
@@ -85,11 +81,12 @@ def test_layers_and_defaults(block):
 
 
 def test_nothing_is_converted():
-    """The error says why, as that of ``init`` of a Linen model."""
-    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 4, rngs=nnx.Rngs(0)))
-    expected = r"None of the model's 2 contractions would.*layers/1: K=32, N=4.*include=r'\.\*'"
+    """The error says why, as that of ``init`` of a Linen model. Axes of batches are no part of K and N."""
+    general = nnx.LinearGeneral(16, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    einsum = nnx.Einsum("btm,bmo->bto", (2, 16, 4), rngs=nnx.Rngs(0))
+    expected = r"None of the model's 2 .* einsum: K=16, N=4:.* general: K=16, N=4:.* include=r'\.\*'"
     with pytest.raises(ValueError, match=expected):
-        fp8nnx.quantize_model(model)
+        fp8nnx.quantize_model(nnx.Dict(general=general, einsum=einsum))
 
 
 def test_rules(block):
@@ -117,9 +114,8 @@ def test_rules(block):
 def test_rules_and_models_that_are_wrong(block):
     with pytest.raises(ValueError, match="'encoder'.*attention/key"):
         fp8nnx.quantize_model(block, include=["up", "encoder"])
-    assert set(ops_of(fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True))) == {
-        "up"
-    }
+    allowed = fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True)
+    assert set(ops_of(allowed)) == {"up"}
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.quantize_model(block, "delayed")
     with pytest.raises(TypeError, match="Pass an instance"):

@@ -176,6 +176,8 @@ def test_state_that_does_not_fit():
 def test_arguments_that_are_wrong():
     with pytest.raises(ValueError, match="form must be one of"):
         fp8nnx.Fp8DotGeneralOp(form="nonsense")
+    with pytest.raises(ValueError, match="form must be one of"):
+        fp8nnx.Fp8ConvGeneralDilatedOp(form="qdq")
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.Fp8DotGeneralOp(recipe="delayed")
 

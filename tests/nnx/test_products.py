@@ -12,6 +12,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import normal
+from tests.nnx.layout import ops_of
 
 OWG = fp8nnx.OverwriteWithGradient
 X = normal(0, 4, 8)
@@ -43,14 +44,6 @@ NAMES = {
     *("fp8_w", "fp8_tied_T", "fp8_qkv_axis1_0_8", "fp8_qkv_axis1_8_16", "fp8_left_T", "fp8_scaled"),
     *("layer/dot_general", "embed/fp8_embedding_T", "lora/fp8_lora_a", "lora/fp8_lora_b"),
 }
-
-
-def ops_of(model):
-    return {
-        "/".join(map(str, path)): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, fp8nnx.Fp8DotGeneralOp | fp8nnx.Fp8Einsum | fp8nnx.Fp8RaggedDotOp)
-    }
 
 
 def histories(model):
@@ -147,6 +140,8 @@ def test_stacked_modules(how):
     assert report.fp8_share == 1
     assert sum(row.flops for row in report.rows) == 3 * 2 * (2 * 4 * 8 * 8)
     assert how == "vmap" or {row.count for row in report.rows} == {3}
+    random = fp8.quantize_model(model, fp8.NVFP4BlockScaling(), X, include=".*", rngs=nnx.Rngs(0))
+    assert {op.rngs.key.shape for op in ops_of(random).values()} == {(3,)}
 
 
 class Experts(nnx.Module):

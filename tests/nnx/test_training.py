@@ -136,9 +136,8 @@ def test_functions_of_trees_take_what_split_returns():
 def test_model_keeps_its_state_until_it_is_overwritten():
     layer = linear()
     before = nnx.to_pure_dict(nnx.state(layer))
-    (value, aux), grads = fp8nnx.value_and_grad(lambda m: (jnp.sum(m(X)), {"x": X, "m": m}), has_aux=True)(
-        layer
-    )
+    step = fp8nnx.value_and_grad(lambda m: (jnp.sum(m(X)), {"x": X, "m": m}), has_aux=True)
+    (value, aux), grads = step(layer)
     assert value.dtype == jnp.float32
     assert aux["m"] is layer
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
@@ -162,6 +161,8 @@ def test_what_is_differentiated():
     assert of_x.shape == X.shape
     assert set(of_first) == {"dot_general", "kernel"}
     assert set(of_second) == {"bias", "dot_general", "kernel"}
+    (alone,) = fp8nnx.grad(loss, argnums=(2,))(X, first, second)
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, (alone, of_second)))
     fp8nnx.overwrite_state(first, of_first)
     fp8nnx.overwrite_state(second, of_second)
     both = nnx.List([first, second])
@@ -178,6 +179,21 @@ def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
     grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
     kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
+def test_a_gradient_inside_of_another():
+    """Each of them has the state of its own loss. Only the reference form can be differentiated twice."""
+    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED, form="qdq")
+    layer = nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0))
+
+    def loss(model):
+        inner = fp8nnx.grad(lambda m: jnp.sum(m(X)))(model)
+        return jnp.sum(model(2 * X)), nnx.to_pure_dict(inner)
+
+    outer, inner = fp8nnx.grad(loss, has_aux=True)(layer)
+    for found, x in ((inner, X), (nnx.to_pure_dict(outer), 2 * X)):
+        expected = nnx.to_pure_dict(fp8nnx.grad(lambda m, x=x: jnp.sum(m(x)))(layer))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_arguments_that_are_passed_by_name():
@@ -371,12 +387,8 @@ def test_what_a_module_keeps_of_the_state_is_float32():
 
     def loss(model, other):
         out = jnp.sum(model(X)) + jnp.sum(other["model"](X))
-        return out, (
-            nnx.clone(model),
-            nnx.state(model),
-            nnx.to_pure_dict(nnx.state(model)),
-            [model.snapshot],
-        )
+        state = nnx.state(model)
+        return out, (nnx.clone(model), state, nnx.to_pure_dict(state), [model.snapshot])
 
     model, other = Keeps(), {"model": Keeps()}
     (_, aux), grads = fp8nnx.value_and_grad(loss, has_aux=True, argnums=(0, 1))(model, other)
@@ -387,25 +399,17 @@ def test_what_a_module_keeps_of_the_state_is_float32():
     assert aux[0].linear.dot_general.input_scale.get_value() == 1
 
 
-class TestGradientsThatLeaveTheStateOut:
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_gradients_that_leave_the_state_out(jit):
     """With ``nnx.grad`` and ``nnx.Optimizer`` the scales would stay 1, so there is a warning."""
 
-    WARNS = "without its scaling state"
-
-    def model(self):
-        return fp8nnx.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), include=".*")
-
-    def loss(self, model, x):
+    def loss(model, x):
         return jnp.sum(model(x) ** 2)
 
-    @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-    def test_warn(self, jit):
-        with pytest.warns(UserWarning, match=self.WARNS):
-            jit(nnx.grad(self.loss))(self.model(), normal(0, 4, 16))
-
-    def test_others_do_not(self):
-        model, x = self.model(), normal(0, 4, 16)
-        self.loss(model, x)
-        fp8nnx.grad(self.loss)(model, x)
-        nnx.grad(self.loss, argnums=1)(model, x)
-        nnx.grad(self.loss, argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)))(model, x)
+    model = fp8nnx.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), include=".*")
+    with pytest.warns(UserWarning, match="without its scaling state"):
+        jit(nnx.grad(loss))(model, X)
+    loss(model, X)  # this and others do not warn
+    fp8nnx.grad(loss)(model, X)
+    nnx.grad(loss, argnums=1)(model, X)
+    nnx.grad(loss, argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)))(model, X)

@@ -363,10 +363,10 @@ class Stack(nn.Module):
 def test_mutable(model):
     """The collection that ``apply`` returns as mutable holds the old state, so naming it warns."""
     variables = variables_of(model, X)
-    for mutable in (OWG, [OWG, "batch_stats"]):
+    for mutable in (OWG, [OWG, "batch_stats"], flax.core.DenyList("params")):
         with pytest.warns(UserWarning, match="old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
-    for mutable in (False, True, ["batch_stats"], flax.core.DenyList("params")):
+    for mutable in (False, True, ["batch_stats"]):
         jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
 
