@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, RNG
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
@@ -56,6 +57,13 @@ class Fp8Op(OpBase, nn.Module):
             )
         if calls and (value := calls[-1].state_of(self, leaf)) is not None:
             return value, where
+        if self._is_normalized(name):
+            raise ValueError(
+                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
+                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
+                "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
+                "variable_filter={'<layer>/kernel'}."
+            )
         if not (is_there or is_mutable):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
@@ -67,3 +75,13 @@ class Fp8Op(OpBase, nn.Module):
                 "Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
+
+    def _is_normalized(self, leaf: str) -> bool:
+        """Returns whether an ``nn.WeightNorm`` around the op would normalize this variable."""
+        for norm in running_modules():
+            if isinstance(norm, nn.WeightNorm):
+                layer = norm.layer_instance
+                path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
+                if not norm.variable_filter or any(name in path for name in norm.variable_filter):
+                    return True
+        return False

@@ -260,6 +260,8 @@ def test_mapped_variables(name):
     assert_same(plain(variables), model.init(KEY, X))
     assert_in_fp8(model, model8, variables)
     if name == "WeightNorm":
+        with pytest.raises(ValueError, match="quantize_model"):
+            by_hand.init(KEY, X)
         by_hand = Normalized(fp8.Fp8DotGeneralOp, frozenset({"layer/kernel"}))
         assert_frozen_equal(by_hand, variables)
     assert_same(variables, by_hand.init(KEY, X))
