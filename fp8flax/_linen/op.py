@@ -15,7 +15,7 @@ from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
-from fp8flax._linen.conversion import calls_of
+from fp8flax._linen.conversion import call_of
 
 
 class Fp8Op(OpBase, nn.Module):
@@ -29,9 +29,10 @@ class Fp8Op(OpBase, nn.Module):
 
     @property
     def _run(self) -> Callable[..., jax.Array]:
-        calls, compute = calls_of(self.scope), super()._run
-        on_op = calls[-1].on_op if calls else None
-        return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
+        call, compute = call_of(self.scope), super()._run
+        if call is None or call.on_op is None:
+            return compute
+        return partial(call.on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)
@@ -44,8 +45,8 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        calls, is_there = calls_of(self.scope), self.has_variable(collection, name)
-        if (calls or is_there) and not self.is_initializing() and self._is_named_mutable():
+        call, is_there = call_of(self.scope), self.has_variable(collection, name)
+        if (call or is_there) and not self.is_initializing() and self._is_named_mutable():
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {collection!r}, but apply returns the old state there. The next state is "
@@ -53,7 +54,7 @@ class Fp8Op(OpBase, nn.Module):
                 "fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
-        if calls and (value := calls[-1].state_of(self, leaf)) is not None:
+        if call and (value := call.state_of(self, name, leaf)) is not None:
             return value, where
         if self._is_normalized(name):
             raise ValueError(

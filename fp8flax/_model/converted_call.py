@@ -39,7 +39,7 @@ from fp8flax._core.names import (
 )
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.conversion import calls_of, having
+from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
@@ -60,7 +60,7 @@ class Call(Interception):
     """
 
     on_op: Any = None
-    """A function that computes the Linen ops of the call in another way; see ``calls_of``."""
+    """A function that computes the Linen ops of the call in another way; see ``call_of``."""
     has_ops = False
     """Whether an FP8 op has run."""
 
@@ -152,7 +152,7 @@ class Call(Interception):
 
     def _add_params(self, scope: Any) -> None:
         """Records the parameters in a scope, if they are those of the model."""
-        if self in calls_of(scope):
+        if call_of(scope) is self:
             params = nn.meta.unbox(_variables_of(scope).get(PARAMS, {}))
             leaves = jax.tree_util.tree_flatten_with_path(params)[0]
             self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
@@ -171,7 +171,7 @@ class Call(Interception):
             name = "0" if is_own or type(module).__module__.startswith("flax.") else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
-        elif self not in calls_of(scope):
+        elif call_of(scope) is not self:
             impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
@@ -201,32 +201,24 @@ class Call(Interception):
 
     # Where the state is.
 
-    def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
-        """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
-        value, (root, path) = self.stored(op, leaf.name), self._place(op, leaf.name)
-        if value is None and op.is_initializing() and root.is_mutable_collection(PARAMS):
+    def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:
+        """Returns an array of an op that is among the parameters; ``init`` makes it from ``leaf``.
+
+        None if there is none of this name. It is in the outermost root of the running trace: in this one,
+        no ``nn.map_variables`` of the model has changed the state.
+        """
+        here, default = trace_behind(), cast(Any, op.scope).root
+        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
+        own = (x for x in roots if call_of(x) is self and op.path[: len(x.path)] == x.path)
+        root = next(own, default)
+        path = _swapped((*op.path, name))[len(root.path) :]
+        value: Any = _found(_variables_of(root), (PARAMS, *path))
+        if value is None and leaf and op.is_initializing() and root.is_mutable_collection(PARAMS):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
             ((name, below),) = unflatten_dict({path: value}).items()
             root.put_variable(PARAMS, name, below)
             self._made.add((*root.path, *path))
         return value
-
-    def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
-        """Returns an array of an op that is among the parameters; None if there is none of this name."""
-        root, path = self._place(op, name)
-        return _found(_variables_of(root).get(PARAMS, {}), path)
-
-    def _place(self, op: Fp8Op, name: str) -> tuple[Any, Path]:
-        """Returns the root scope whose parameters hold an array of an op, and its path in them.
-
-        It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
-        changed the state.
-        """
-        here, default = trace_behind(), cast(Any, op.scope).root
-        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
-        own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
-        root = next(own, default)
-        return root, _swapped((*op.path, name))[len(root.path) :]
 
 
 def merged(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,11 @@ from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-# Scopes of a contraction that was handled before, or of its derivative. The pattern matches a whole element
-# of a stack of scopes, because a module's name may begin with the same text.
-_HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+"""Scopes of a contraction that was handled before, or of its derivative.
+
+The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
+text."""
 
 
 @dataclasses.dataclass
@@ -133,7 +135,7 @@ class Interception:
         self.look_for_params()
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
-        if row is not None and not _HANDLED.search(name_scopes.current()):
+        if row is not None and not HANDLED.search(name_scopes.current()):
             with running_in(front.behind), having(self, is_passing=True):
                 result = self.contract(*self._contraction(row, operands, params))
             if not isinstance(result, str):
@@ -164,9 +166,9 @@ class Interception:
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
-        inside = [*equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")]
+        inside = [*equations(params["jaxpr"])]
         # The modules in a function of nn.jit were already intercepted when the function was traced.
-        if any(_HANDLED.search(one.scopes) for one in inside):
+        if any(HANDLED.search(one.scopes) for one in inside):
             return False
         has_contraction = any(row_of(one.eqn.primitive) is not None for one in inside)
         return has_contraction or any(self.origins.of(x) is not None for x in operands)

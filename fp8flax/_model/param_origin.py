@@ -106,29 +106,26 @@ class Origin(NamedTuple):
         steps = (*steps, (primitive, params)) if steps is not None and is_bijection else None
         if part is None:
             return self._replace(steps=steps)
-        for i, start, end in _ranges(name, params, index, shape):
-            if axes is None:
-                part += "-" + "x".join(map(str, shape))
-                axes = tuple(range(len(shape)))
-            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-        if name in ("broadcast_in_dim", "reshape"):
+        taken = [(0, size) for size in shape]  # the range of each dimension that is in the result
+        if name == "split":
+            start = sum(params["sizes"][:index])
+            taken[params["axis"]] = start, start + params["sizes"][index]
+        elif name == "slice":
+            taken = [*zip(params["start_indices"], params["limit_indices"])]
+        elif name == "transpose":
+            axes = axes and tuple(axes[i] for i in params["permutation"])
+        elif name == "squeeze":
+            axes = axes and tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
+        elif name in ("broadcast_in_dim", "reshape"):
             part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
             axes = None
-        elif name == "transpose" and axes is not None:
-            axes = tuple(axes[i] for i in params["permutation"])
-        elif name == "squeeze" and axes is not None:
-            axes = tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
+        for i, (start, end) in enumerate(taken):
+            if (start, end) != (0, shape[i]):
+                if axes is None:
+                    part += "-" + "x".join(map(str, shape))
+                    axes = tuple(range(len(shape)))
+                part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
         return Origin(self.sources, part, axes, steps)
-
-
-def _ranges(name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]) -> Any:
-    """Yields the dimensions that a slice or a split does not take whole, each with its range."""
-    if name == "split":
-        start = sum(params["sizes"][:index])
-        yield params["axis"], start, start + params["sizes"][index]
-    if name == "slice":
-        limits = zip(params["start_indices"], params["limit_indices"], shape)
-        yield from ((i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size))
 
 
 NUMBER = Origin(part="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, cast
@@ -14,47 +13,51 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import calls_of, in_call
+from fp8flax._linen.conversion import call_of, in_call
 from fp8flax._linen.eval_init import eval_init, program_of
-from fp8flax._model.converted_call import inputs_of_calls
+from fp8flax._model.converted_call import Call, inputs_of_calls
 from fp8flax._model.rules import Rules
 
-# Only instances keep a class alive. After the last one, the class and its rules can be freed.
-_classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
-
-def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``make``, which makes a subclass of a class, such that equal arguments give one subclass.
+def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
+    """Returns ``make(cls, *key)``, a subclass of a class; equal arguments give one subclass.
 
     The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
+    Only its instances keep it alive. After the last one, the subclass and its key can be freed.
     """
-
-    @wraps(make)
-    def get(cls: type, *key: Any) -> Any:
-        made = _classes.get((make, cls, *key))
-        if made is None:
-            made = make(cls, *key)
-            made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
-            made._fp8_base = cls
-
-            def reduce(self: Any, protocol: Any) -> Any:
-                _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-                return _empty, (get, cls, *key), *state
-
-            made.__reduce_ex__ = reduce
-            made = _classes.setdefault((make, cls, *key), made)
-        return made
-
-    return get
+    for made in cls.__subclasses__():
+        if vars(made).get("_fp8_made_by") == (make, *key):
+            return made
+    made = make(cls, *key)
+    made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
+    made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
+    return made
 
 
-def _empty(make: Callable[..., Any], *key: Any) -> Any:
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Returns how a copy or a pickle makes an object of a subclass again, as ``__reduce_ex__`` does."""
+    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
+    return _empty, (self._fp8_base, *self._fp8_made_by), *state
+
+
+def _empty(cls: type, make: Callable[..., Any], *key: Any) -> Any:
     """Returns an object without attributes, which a copy or a pickle then sets."""
-    return object.__new__(make(*key))
+    return object.__new__(subclass_of(cls, make, *key))
 
 
-@made_once
-def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn.Module:
+    """Returns a model that computes in the calls that ``make_call(model)`` returns.
+
+    It has the attributes of an unbound model, also those that its ``__init__`` has set.
+    """
+    cls = getattr(model, "_fp8_base", type(model))
+    new = object.__new__(subclass_of(cls, _converted_class, rules, make_call))
+    fresh = model.clone(parent=None)  # has an identity of its own
+    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
+    return cast(nn.Module, new)
+
+
+def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     names = {
@@ -64,7 +67,6 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
         "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_serving": None if isinstance(make_call, type) else make_call,
         "_fp8_run": _in_call(_fp8_run),
         **{
             name: _in_call(method)
@@ -80,9 +82,9 @@ def _in_call(method: Any) -> Any:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(self.scope)
         # A frozen model inside of a converted one makes a call of its own.
-        is_frozen, calls = self._fp8_serving is not None, calls_of(self.scope)
-        if self.scope is None or any(call.cls is type(self) or not is_frozen for call in calls):
+        if self.scope is None or call and (call.cls is type(self) or self._fp8_make_call is Call):
             return method(self, *args, **kwargs)
         call = self._fp8_make_call(self)
 
@@ -139,14 +141,6 @@ def _as_method(model: Any, method: Any) -> Any:
     if isinstance(method, str):  # a submodule, or a method that Linen does not wrap
         function = lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)  # noqa: E731
     return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
-
-
-def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
-    new = object.__new__(cls)
-    fresh = model.clone(parent=None)  # has an identity of its own
-    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
-    return new
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, inputs_of_calls, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
+from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
 
 
@@ -59,7 +59,7 @@ class Serving:
 
 def is_frozen(model: nn.Module) -> bool:
     """Returns whether a model comes from ``freeze``."""
-    return getattr(model, "_fp8_serving", None) is not None
+    return isinstance(getattr(model, "_fp8_make_call", None), Serving)
 
 
 def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
@@ -67,7 +67,7 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, An
     if not is_frozen(model):
         raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)
-    return list(model._fp8_serving.ops), leaves_of(nn.meta.unbox(dict(variables)))
+    return list(model._fp8_make_call.ops), leaves_of(nn.meta.unbox(dict(variables)))
 
 
 # Freezing.
@@ -82,13 +82,13 @@ def freeze(
     check_params(variables)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
+    rules, calls = Rules(include=(), allow_unmatched=True), {}
     if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
-        base, rules, calls = model._fp8_base, model._fp8_rules, inputs_of_calls(model)
+        rules, calls = model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
     seen, read = dict[Path, SeenOp](), set[Path]()
-    recording = convert(model, converted_class(base, rules, partial(RecordingCall, seen)))
+    recording = convert(model, rules, partial(RecordingCall, seen))
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
     for method, (args, kwargs) in calls.items():
         needed = needed_inputs(trace_apply(recording, shapes, args, {**kwargs, "method": method}))
@@ -102,7 +102,7 @@ def freeze(
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = flax.traverse_util.unflatten_dict(kept)
-    return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
+    return convert(model, rules, Serving(tuple(ops))), served
 
 
 class RecordingCall(Call):
@@ -190,7 +190,7 @@ class ServingCall(Call):
         if served.kernel is None or origin is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
         lhs = lhs.astype(np.promote_types(lhs.dtype, rhs.dtype))  # codes do not widen the result
-        arrays: dict[str, Any] = {name: self.stored(op, name) for name in (*served.scales, CODES)}
+        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in (*served.scales, CODES)}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "

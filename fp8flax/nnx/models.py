@@ -33,7 +33,7 @@ from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
-from fp8flax._model.wrapped_module import made_once
+from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx.ops import OPS, Fp8Op, OverwriteWithGradient
 
 
@@ -147,10 +147,9 @@ def watch(node: Any) -> None:
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", _watched_class(cls, is_pytree))
+    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree))
 
 
-@made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
     body = {}
