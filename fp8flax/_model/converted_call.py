@@ -105,13 +105,21 @@ class Call(Interception):
     def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
         """A context in which a method of a module runs."""
         scope = module.scope
+
+        def variables() -> dict[str, Any]:
+            """Returns the variables of a module, which has the state where the caller has it."""
+            return split(_variables_of(scope))
+
+        def put_variable(collection: str, name: str, value: Any) -> None:
+            """Makes a variable, which may be a parameter."""
+            type(scope).put_variable(scope, collection, name, value)
+            self._add_params(scope, {collection: {name: value}})
+
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
-            self._add_params(scope.root)
+            self._add_params(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        # self.variables of a module has the state where the caller has it.
-        variables = lambda: split(_variables_of(scope))  # noqa: E731
         try:
-            with having(scope, variables=variables), self.watching():
+            with having(scope, variables=variables, put_variable=put_variable), self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
@@ -141,19 +149,10 @@ class Call(Interception):
         with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
-    def look_for_params(self) -> None:
-        """Records the parameters that the running method has made."""
-        frame, scope = self.frame, self.frame.module.scope
-        if scope.root.is_mutable_collection(PARAMS):
-            number = len(_variables_of(scope).get(PARAMS, {}))
-            if frame.num_params != number:
-                frame.num_params = number
-                self._add_params(scope)
-
-    def _add_params(self, scope: Any) -> None:
-        """Records the parameters in a scope, if they are those of the model."""
+    def _add_params(self, scope: Any, variables: Mapping[str, Any]) -> None:
+        """Records the parameters among the variables in a scope, if they are those of the model."""
         if call_of(scope) is self:
-            params = nn.meta.unbox(_variables_of(scope).get(PARAMS, {}))
+            params = nn.meta.unbox(variables.get(PARAMS, {}))
             leaves = jax.tree_util.tree_flatten_with_path(params)[0]
             self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
 
@@ -193,11 +192,6 @@ class Call(Interception):
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
             object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
-
-    def origin_of(self, value: Any) -> Origin | None:
-        """Returns the origin of a value; None if it comes from anything but parameters."""
-        self.look_for_params()
-        return self.origins.of(value)
 
     # Where the state is.
 

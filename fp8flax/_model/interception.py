@@ -47,8 +47,6 @@ class Frame:
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     trace: Any = None
     """The trace of JAX that a method of a Linen module runs in."""
-    num_params: int = -1
-    """How many parameters of a Linen module are recorded."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -58,7 +56,6 @@ class Interception:
 
     frame: Frame
     """The innermost method that is running."""
-    is_nnx = False
     is_passing = False
     """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
@@ -75,9 +72,6 @@ class Interception:
         """
         raise NotImplementedError
 
-    def look_for_params(self) -> None:
-        """Records new parameters of the running module in ``origins``; called for every primitive."""
-
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
@@ -85,7 +79,7 @@ class Interception:
         """
         if current_handler() is self:
             return contextlib.nullcontext()
-        return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
+        return running_in(FrontTrace(self))
 
     def _contraction(self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
@@ -132,7 +126,6 @@ class Interception:
         """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
         if self.is_passing:
             return front.compute(primitive, operands, params)
-        self.look_for_params()
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not HANDLED.search(name_scopes.current()):
@@ -152,7 +145,6 @@ class Interception:
         """Computes a function that is not looked into; the trace in front calls this method."""
         if self.is_passing:
             return compute()
-        self.look_for_params()
         self.custom_vjps.append(is_custom_vjp)
         try:
             results = compute()

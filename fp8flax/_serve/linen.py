@@ -118,7 +118,7 @@ class RecordingCall(Call):
         """Records an op; its result does not depend on the kernel."""
         if recipe is None:
             return compute(lhs, rhs, *rest, **keywords)
-        kernel = self.origin_of(rhs)
+        kernel = self.origins.of(rhs)
         # The record outlives the call, so it must not hold arrays.
         plan = op.row.plan and partial(op.row.plan, *jax.tree.map(as_struct, (lhs, rhs, *rest)))
         found = SeenOp(recipe.gemms, kernel, plan)
@@ -180,7 +180,7 @@ class ServingCall(Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        served, origin = self._ops.get(op.path), self.origin_of(rhs)
+        served, origin = self._ops.get(op.path), self.origins.of(rhs)
         whole = origin.sources[0].path if origin is not None and origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
             raise ValueError(

@@ -121,8 +121,6 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 class ModuleCall(Interception):
     """One call of a method of a module. Contractions with an op of the module are computed by it."""
 
-    is_nnx = True
-
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         self.frame = Frame(module, "" if method == "__call__" else method)
