@@ -27,9 +27,9 @@ _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 class FrontTrace(core.Trace):
     """A trace that sees each primitive before the trace behind it computes the primitive.
 
-    It stands in front of another trace of JAX, and its arrays and tracers are those of that trace. It passes
-    for the trace behind it, because NNX refuses to change a variable in another trace than that which made
-    it.
+    It stands in front of another trace of JAX, and its arrays and tracers are those of that trace. NNX
+    refuses to change a variable in another trace than that which made it, so this trace passes for that
+    one.
 
     Args:
         handler: an object with two methods. ``on_primitive(front, primitive, operands, params)`` returns

@@ -71,7 +71,6 @@ class Call(Interception):
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
         """The contractions with the decisions about them, by ``Site.scope``."""
-        self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -92,11 +91,9 @@ class Call(Interception):
                 )
         return split(variables)
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Records a call of a method with these arguments, and checks what ``init`` has computed."""
-        if method != "_fp8_run":  # a function may hold tracers
-            inputs_of_calls(model)[method] = jax.tree.map(as_struct, (args, kwargs))
-        if method == "__call__" and self.is_init:
+    def check(self) -> None:
+        """Checks the rules against what ``init`` has computed."""
+        if self.is_init:
             self.rules.check(self.decided.values(), has_ops=self.has_ops or self.is_counting)
 
     # How methods run.
@@ -123,11 +120,6 @@ class Call(Interception):
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
-
-    @property
-    def frame(self) -> Frame:  # type: ignore[override]
-        """The innermost method that is running."""
-        return self.frames[-1]
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
@@ -176,8 +168,8 @@ class Call(Interception):
             )
         site = site._replace(name=f"{site.op.name}_{name}", impossible=impossible)
         # A converted model inside of this one has its own rules.
-        models = (frame.module for frame in reversed(self.frames) if hasattr(frame.module, "_fp8_rules"))
-        rules = next(models)._fp8_rules
+        modules = (frame.module for frame in reversed(self.frames))
+        rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
         site = rules.decide(site)
         # The scope of a module must not outlive its trace.
         pattern = site.pattern if rules is self.rules else None
@@ -253,14 +245,6 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def inputs_of_calls(model: Any) -> dict[str, Any]:
-    """Returns, by the name of each method that was called, the arguments of its last call, without arrays.
-
-    A converted model and its clones share the record.
-    """
-    return vars(model).setdefault("_fp8_inputs", {})
 
 
 def as_struct(x: Any) -> Any:

@@ -54,15 +54,20 @@ class Frame:
 class Interception:
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
-    frame: Frame
-    """The innermost method that is running."""
     is_passing = False
     """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
     def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        """The methods that are running, from the outermost to the innermost."""
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
         """Whether the running functions that are not looked into have derivatives of their own."""
+
+    @property
+    def frame(self) -> Frame:
+        """The innermost method that is running."""
+        return self.frames[-1]
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.

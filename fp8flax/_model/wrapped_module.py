@@ -15,7 +15,7 @@ import jax
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import call_of, in_call
 from fp8flax._linen.eval_init import eval_init, program_of
-from fp8flax._model.converted_call import Call, inputs_of_calls
+from fp8flax._model.converted_call import Call, as_struct
 from fp8flax._model.rules import Rules
 
 
@@ -67,7 +67,6 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...
         "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_run": _in_call(_fp8_run),
         **{
             name: _in_call(method)
             for name, method in methods.items()
@@ -78,13 +77,13 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...
 
 
 def _in_call(method: Any) -> Any:
-    """Returns a method of a converted model, which begins a ``Call`` if none of the model is running."""
+    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self.scope)
         # A frozen model inside of a converted one makes a call of its own.
-        if self.scope is None or call and (call.cls is type(self) or self._fp8_make_call is Call):
+        if self.scope is None or (call and (call.cls is type(self) or self._fp8_make_call is Call)):
             return method(self, *args, **kwargs)
         call = self._fp8_make_call(self)
 
@@ -98,15 +97,11 @@ def _in_call(method: Any) -> Any:
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
-        call.finish(self, method.__name__, args, kwargs)
+        if getattr(method, "__name__", "") == "__call__":
+            call.check()
         return result
 
     return nn.nowrap(begin)
-
-
-def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
-    return function(self, *args, **kwargs)
 
 
 class _Converted:
@@ -119,28 +114,31 @@ class _Converted:
         method = _as_method(self, method)
         return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
 
-    def clone(self: Any, **kwargs: Any) -> Any:
-        copy = super().clone(**kwargs)  # type: ignore[misc]
-        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
-            vars(copy)["_fp8_inputs"] = inputs_of_calls(self)
-        return copy
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
 
 
+def inputs_of_calls(model: Any) -> dict[str, Any]:
+    """Returns the inputs of the last ``apply`` or ``init`` of each method, by its name, without arrays."""
+    return vars(model).setdefault("_fp8_inputs", {})
+
+
 def _as_method(model: Any, method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
-    if method is None:
-        return None  # it is __call__
-    function = getattr(method, "__func__", method)
-    name = method if isinstance(method, str) else getattr(function, "__name__", "")
+    function = getattr(method, "__func__", method or "__call__")
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
     own = vars(type(model)).get(name)
     if own is not None and function in (name, own, own.__wrapped__):
-        return own
-    if isinstance(method, str):  # a submodule, or a method that Linen does not wrap
-        function = lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)  # noqa: E731
-    return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
+
+        def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(bound, *args, **kwargs)
+            inputs_of_calls(model)[name] = jax.tree.map(as_struct, (args, kwargs))
+            return result
+
+        return run
+    if isinstance(function, str):  # a submodule, or a method that Linen does not wrap
+        return _in_call(lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs))
+    return _in_call(function)
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
             to trace the model with, arrays or ``jax.ShapeDtypeStruct``. Without inputs, a Linen model that
-            comes from ``quantize_model`` is traced with the shapes of the last call of each method.
+            comes from ``quantize_model`` is traced with the shapes of the last ``apply`` of each method.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
         **kwargs: keyword inputs of the model.

@@ -39,10 +39,10 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, inputs_of_calls, merged, split
+from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, trace_apply
+from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of
 
 

@@ -123,7 +123,7 @@ class ModuleCall(Interception):
 
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
-        self.frame = Frame(module, "" if method == "__call__" else method)
+        self.frames.append(Frame(module, "" if method == "__call__" else method))
         self.origins.add((path, x.get_value()) for path, x in nodes_of(module, nnx.Param).items())
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
