@@ -91,11 +91,6 @@ class Call(Interception):
                 )
         return split(variables)
 
-    def check(self) -> None:
-        """Checks the rules against what ``init`` has computed."""
-        if self.is_init:
-            self.rules.check(self.decided.values(), has_ops=self.has_ops or self.is_counting)
-
     # How methods run.
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
+from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.ops import row_of
 from fp8flax._model.converted_call import Call
 from fp8flax._model.interception import HANDLED
@@ -137,7 +138,8 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     decided: dict[str, Site] = {}
     counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
-    return report_of(trace_apply(counted, None, args, kwargs), decided)
+    shapes = eval_init(counted, args, kwargs)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
 def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:

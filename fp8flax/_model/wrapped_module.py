@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, cast
 
-import flax.core
-import flax.errors
 import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import call_of, in_call
-from fp8flax._linen.eval_init import eval_init, program_of
+from fp8flax._linen.eval_init import program_of
 from fp8flax._model.converted_call import Call, as_struct
 from fp8flax._model.rules import Rules
 
@@ -25,10 +23,10 @@ def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
     The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
     Only its instances keep it alive. After the last one, the subclass and its key can be freed.
     """
-    for made in cls.__subclasses__():
-        if vars(made).get("_fp8_made_by") == (make, *key):
-            return made
-    made = make(cls, *key)
+    for known in cast(list[Any], cls.__subclasses__()):
+        if vars(known).get("_fp8_made_by") == (make, *key):
+            return known
+    made: Any = make(cls, *key)
     made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
     made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
     return made
@@ -60,7 +58,7 @@ def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn
 def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
-    names = {
+    body = {
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
@@ -73,7 +71,7 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...
             if name != "setup" and callable(method) and hasattr(method, "method_handler_wrapped")
         },
     }
-    return type(cls.__name__, (_Converted, cls), names)
+    return type(cls.__name__, (_Converted, cls), body)
 
 
 def _in_call(method: Any) -> Any:
@@ -97,8 +95,8 @@ def _in_call(method: Any) -> Any:
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
-        if getattr(method, "__name__", "") == "__call__":
-            call.check()
+        if call.is_init and getattr(method, "__name__", "") == "__call__":
+            call.rules.check(call.decided.values(), has_ops=call.has_ops or call.is_counting)
         return result
 
     return nn.nowrap(begin)
@@ -142,19 +140,10 @@ def _as_method(model: Any, method: Any) -> Any:
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
-
-    If ``shapes`` is None, the variables have the shapes of ``init``.
-    """
-    if shapes is None:
-        shapes = eval_init(model, args, kwargs)
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    mutable = sorted({*shapes} - {PARAMS, OVERWRITE_WITH_GRADIENT})
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return model.apply(*args, rngs=jax.random.key(0), **kwargs)
+        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
 
-    all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
-    try:
-        return program_of(partial(apply, mutable=all_others), shapes, args, kwargs)
-    except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
-        # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
-        return program_of(apply, shapes, args, kwargs)
+    return program_of(apply, shapes, args, kwargs)
