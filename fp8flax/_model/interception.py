@@ -143,7 +143,8 @@ class Interception:
             return front.open(params["jaxpr"], operands)
         with scope, having(self, is_passing=True):
             results = front.compute(primitive, operands, params)
-        self.origins.follow(primitive, operands, params, results)
+        all_results = results if primitive.multiple_results else [results]
+        self.origins.follow(operands, all_results, primitive, params)
         return results
 
     def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
@@ -155,7 +156,7 @@ class Interception:
             results = compute()
         finally:
             self.custom_vjps.pop()
-        self.origins.call(operands, results)
+        self.origins.follow(operands, results)
         return results
 
     def _should_open(self, operands: Any, params: Any) -> bool:

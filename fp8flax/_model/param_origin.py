@@ -155,27 +155,26 @@ class ParamOrigins:
 
     def _set(self, value: Any, origin: Origin) -> None:
         known, key = self._known, id(value)
-        try:
-            held: Any = weakref.ref(value, lambda _: known.pop(key, None))
-        except TypeError:  # a NumPy scalar has no weak references
-            held = value
-        known[key] = held, origin
+        known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
 
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
         for path, leaf in params:
-            if hasattr(leaf, "shape") and self.of(leaf) is None:
+            if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
                 # ``nn.map_variables`` may have computed the parameter.
                 steps = None if self._what_is(leaf) == COMPUTED else ()
                 axes = tuple(range(len(leaf.shape)))
                 self._set(leaf, Origin((Source(path, leaf.shape),), "", axes, steps))
 
-    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        """Records the origins of the results of a primitive."""
-        results = results if primitive.multiple_results else [results]
+    def follow(
+        self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
+    ) -> None:
+        """Records the origins of the results of a primitive, or of a function that is not looked into."""
         known = [self._what_is(x) for x in operands]
-        if None in known or COMPUTED in known:
-            self.call(operands, results)
+        if None in known or COMPUTED in known or primitive is None:
+            if any(one not in (None, NUMBER) for one in known):
+                for result in results:
+                    self._set(result, COMPUTED)
             return
         made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
         is_movement = primitive.name in MOVEMENTS and len(made_of) == len(operands)
@@ -196,9 +195,3 @@ class ParamOrigins:
                 sources = dict.fromkeys((*first.sources[:1], *named))
                 origin = Origin(tuple(sources), first.part, first.axes)
             self._set(result, origin)
-
-    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Records the results of a function that is not looked into."""
-        if any(self._what_is(x) not in (None, NUMBER) for x in operands):
-            for result in results:
-                self._set(result, COMPUTED)
