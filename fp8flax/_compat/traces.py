@@ -4,7 +4,8 @@ Why: ``quantize_model`` must find the contractions in a model's methods, by whic
 written. ``nn.Dense``, ``x @ w`` and ``jnp.einsum`` all bind the same primitive of JAX.
 
 Internals: ``jax._src.core``, for the class of traces, to read and set the current trace, and for
-``eval_jaxpr``; ``jax._src.config``, for a value of ours in the key of what ``jax.jit`` has traced.
+``eval_jaxpr``; ``jax._src.config``, for a value of ours in the key of what ``jax.jit`` has traced;
+``jax._src.source_info_util``, for the scopes by which FP8 ops mark the contractions that they compute.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
-from jax._src import core
+from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
@@ -66,7 +67,6 @@ class FrontTrace(core.Trace):
 
     # JAX calls these methods instead of ``process_primitive`` for functions without a jaxpr.
     process_call = partialmethod(_hand_on, "process_call")
-    process_map = partialmethod(_hand_on, "process_map")
     process_custom_jvp_call = partialmethod(_hand_on, "process_custom_jvp_call")
     process_custom_vjp_call = partialmethod(_hand_on, "process_custom_vjp_call")
 
@@ -75,6 +75,11 @@ class FrontTrace(core.Trace):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.behind, name)
+
+
+def current_scopes() -> str:
+    """Returns the scopes (``jax.named_scope``) of the code that runs, joined by ``/``."""
+    return str(source_info_util.current_name_stack())
 
 
 def current_handler() -> Any:

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.traces import FrontTrace, current_handler, running_in
+from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
@@ -133,7 +132,7 @@ class Interception:
             return front.compute(primitive, operands, params)
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
-        if row is not None and not HANDLED.search(name_scopes.current()):
+        if row is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
                 result = self.contract(*self._contraction(row, operands, params))
             if not isinstance(result, str):
