@@ -130,7 +130,8 @@ class Call(Interception):
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        is_shared = self.frames and self.frame.module.scope is scope and self.frame.method is not None
+        outer = self.frames[-1:]
+        is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
         method = "" if is_main else context.method_name
         with self.watching() if is_shared else self.in_frame(module, method):
@@ -153,7 +154,7 @@ class Call(Interception):
         is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
         if is_layer and kernel is not None:
             # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
-            is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
+            is_own = any(x.path == (*scope.path, "kernel") for x in kernel.sources)
             name = "0" if is_own or type(module).__module__.startswith("flax.") else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"

@@ -63,11 +63,6 @@ class Interception:
         self.custom_vjps: list[bool] = []
         """Whether the running functions that are not looked into have derivatives of their own."""
 
-    @property
-    def frame(self) -> Frame:
-        """The innermost method that is running."""
-        return self.frames[-1]
-
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.
 
@@ -94,7 +89,7 @@ class Interception:
         if left is not None and kernel is None and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
-        frame, impossible = self.frame, row.unsupported(params)
+        frame, impossible = self.frames[-1], row.unsupported(params)
         if kernel is not None and left is None:
             name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
         else:

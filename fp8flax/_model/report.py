@@ -25,7 +25,7 @@ from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, trace_apply
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One contraction of a model.
 
@@ -36,8 +36,8 @@ class Row:
         count: how often it is computed in one forward pass.
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
         reason: the rule that converts it, or the reason why it is not converted.
-        is_fp4: whether its recipe multiplies in FP4 in the forward pass.
         flops: FLOPs of all its computations in one forward pass.
+        is_fp4: whether its recipe multiplies in FP4 in the forward pass.
     """
 
     path: str
@@ -169,16 +169,7 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
-        rows.append(
-            Row(
-                path=site.path,
-                kernel=site.kernel,
-                **sizes._asdict(),
-                count=count,
-                converted=converted,
-                reason=reason,
-                flops=count * sizes.flops,
-                is_fp4=recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer),
-            )
-        )
+        is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
+        flops = count * sizes.flops
+        rows.append(Row(site.path, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
     return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

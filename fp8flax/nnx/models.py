@@ -163,7 +163,7 @@ def _watched(method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = current_handler()
-        if isinstance(call, ModuleCall) and call.frame.module is self:
+        if isinstance(call, ModuleCall) and call.frames[-1].module is self:
             return method(self, *args, **kwargs)
         with unwatched(), ModuleCall(self, method.__name__).watching():
             return method(self, *args, **kwargs)
