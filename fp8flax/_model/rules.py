@@ -164,16 +164,15 @@ class Rules:
     def _why_not(self, site: Site, is_default: bool) -> str | None:
         """Returns why a contraction stays wide, at any batch size; None if it is converted.
 
-        If no rule matches it, also a contraction stays wide that an op could compute.
+        By default it stays wide also where FP8 would gain nothing.
         """
         k, n = site.sizes.k, site.sizes.n
         if site.impossible is not None:
             return site.impossible
         if site.kernel is None and not self.products:
             return "a product of two activations (products=True converts them)"
-        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
-        if narrow:
-            return f"operands of {', '.join(narrow)}"
+        if narrow := ", ".join(str(d) for d in site.dtypes if not is_wide_float(d)):
+            return f"operands of {narrow}"
         if not is_default:
             return None
         if isinstance(site.module, nn.Embed):
