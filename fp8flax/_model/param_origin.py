@@ -24,7 +24,7 @@ CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split")
 
 
 class Source(NamedTuple):
@@ -177,15 +177,15 @@ class ParamOrigins:
                     self._set(result, COMPUTED)
             return
         made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
-        is_movement = primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        is_movement = primitive.name in MOVEMENTS and len(operands) == 1
         for i, result in enumerate(results):
             if not made_of:
                 origin = NUMBER
-            elif is_movement and len(made_of) == 1:
-                origin = made_of[0][0].moved(primitive, params, i, made_of[0][1].shape)
+            elif is_movement:
+                origin = made_of[0][0].moved(primitive, params, i, operands[0].shape)
             else:
                 alike = (one for one, x in made_of if np.shape(x) == result.shape and one.part is not None)
-                first = COMPUTED if is_movement else next(alike, COMPUTED)
+                first = next(alike, COMPUTED)
                 named = [
                     source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
                     for one, _ in made_of
