@@ -6,12 +6,11 @@ Linen passes the flags of a scope on to the scopes below it, also through its tr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import flax.core
-
-_FLAG = "fp8flax"
+CALL = "fp8flax"
+"""The name of the flag whose value is the innermost running call of a converted model."""
 
 
 def call_of(scope: Any) -> Any:
@@ -22,12 +21,7 @@ def call_of(scope: Any) -> Any:
     state of the op and computes. ``call.state_of(op, name, leaf)`` returns one array of the state, or None
     if it is in its collection.
     """
-    return None if scope is None else scope.flags.get(_FLAG)
-
-
-def in_call(scope: Any, call: Any) -> AbstractContextManager[None]:
-    """Returns a context in which this call is the innermost one of a scope and of the scopes below it."""
-    return having(scope, flags=flax.core.freeze({**scope.flags, _FLAG: call}))
+    return None if scope is None else scope.flags.get(CALL)
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
+import flax.core
 import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import call_of, in_call
+from fp8flax._linen.conversion import CALL, call_of, having
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.converted_call import Call, as_struct
 from fp8flax._model.rules import Rules
@@ -34,8 +35,7 @@ def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """Returns how a copy or a pickle makes an object of a subclass again, as ``__reduce_ex__`` does."""
-    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-    return _empty, (self._fp8_base, *self._fp8_made_by), *state
+    return _empty, (self._fp8_base, *self._fp8_made_by), self.__getstate__()
 
 
 def _empty(cls: type, make: Callable[..., Any], *key: Any) -> Any:
@@ -92,8 +92,9 @@ def _in_call(method: Any) -> Any:
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
         collections = PARAMS, OVERWRITE_WITH_GRADIENT
         mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
+        flags = flax.core.freeze({**self.scope.flags, CALL: call})
         # The interception is also around setup, which Linen runs before the method.
-        with in_call(self.scope, call), nn.intercept_methods(call.around):
+        with having(self.scope, flags=flags), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
         if call.is_init and getattr(method, "__name__", "") == "__call__":
             call.rules.check(call.decided.values(), has_ops=call.has_ops or call.is_counting)

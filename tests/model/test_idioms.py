@@ -99,9 +99,7 @@ def test_methods():
     np.testing.assert_array_equal(serve.apply(served, X, method=MODEL.encode), first)
     np.testing.assert_allclose(first, expected, atol=0.2)
 
-    def everything(module, name):
-        return not isinstance(module, fp8.Fp8DotGeneralOp)
-
+    everything = lambda module, _: not isinstance(module, fp8.Fp8DotGeneralOp)  # noqa: E731
     for method in ("__call__", Coder.encode):
         options = {"method": method, "capture_intermediates": everything}
         _, captured = MODEL8.apply(variables, X, **options)
@@ -197,10 +195,7 @@ def test_parameters_in_tuples():
 
 
 def transposed(variables):
-    def transpose(x):
-        return jnp.swapaxes(x, -1, -2) if x.shape[-2:] == (8, 8) else x
-
-    return jax.tree.map(transpose, variables)
+    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2) if x.shape[-2:] == (8, 8) else x, variables)
 
 
 def mapped(cls=None):
@@ -395,3 +390,10 @@ class TestBinding:
             "layers_3": "by include 'layers_3'",
         }
         assert_frozen_equal(outer, variables)
+        # A frozen model in the place of one of them is refused: its codes are nothing without the scales.
+        serve, _ = fp8.freeze(
+            first, {name: x["layers_0"] for name, x in variables.items()}, X, weight_only=True
+        )
+        mixed = fp8.quantize_model(nn.Sequential([serve, *outer.layers[1:]]), include="layers_3")
+        with pytest.raises(ValueError, match="frozen"):
+            mixed.apply(variables, X)
