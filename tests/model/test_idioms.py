@@ -21,15 +21,12 @@ from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
 X = normal(1, 4, 8)
+plain = fp8.remove_fp8_state
 
 
 def ops(variables):
     """Returns the paths of the ops that have state."""
     return {path.rpartition("/")[0] for path in flat(variables.get(OWG, {}))}
-
-
-def plain(variables):
-    return fp8.remove_fp8_state(variables)
 
 
 def assert_in_fp8(model, model8, variables, x=X):
@@ -91,6 +88,9 @@ def test_methods():
         out, made = MODEL8.init_with_output(KEY, X, method=method)
         np.testing.assert_array_equal(out, expected)
         assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
+    again = fp8.quantize_model(MODEL, **ALL)
+    again.apply(variables, X, method=Coder.encode)  # freeze takes its inputs from this call
+    assert fp8.freeze(again, variables, weight_only=True)[1]["params"]["encoder"]["kernel"].itemsize == 1
     of_submodule = fp8.report(fp8.quantize_model(Coder(nn.Dense(8)), **ALL), X, method="head")
     assert [row.path for row in of_submodule.converted] == ["head"]
     assert len(fp8.report(MODEL8, X, method=MODEL8.encode).rows) == 1
