@@ -30,9 +30,8 @@ class Fp8Op(OpBase, nn.Module):
     @property
     def _run(self) -> Callable[..., jax.Array]:
         call, compute = call_of(self.scope), super()._run
-        if call is None or call.on_op is None:
-            return compute
-        return partial(call.on_op, self, self._recipe_in_use(), compute)
+        on_op = call.on_op if call else None
+        return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)
