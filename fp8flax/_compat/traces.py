@@ -4,7 +4,8 @@ Why: ``quantize_model`` must find the contractions in a model's methods, by whic
 written. ``nn.Dense``, ``x @ w`` and ``jnp.einsum`` all bind the same primitive of JAX.
 
 Internals: ``jax._src.core``, for the class of traces, to read and set the current trace, and for
-``eval_jaxpr``; ``jax._src.config``, for a value of ours in the key of what ``jax.jit`` has traced.
+``eval_jaxpr``; ``jax._src.config``, for a value of ours in the key of what ``jax.jit`` has traced;
+``jax._src.source_info_util``, for the scopes by which FP8 ops mark the contractions that they compute.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
-from jax._src import core
+from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
-"""The front trace that passes for the trace behind it, if it is the current one.
+"""A reference to the current trace, if it is a front trace.
 
 ``jax.jit`` must not run there what it has compiled without it, because the trace would not see inside."""
 
@@ -27,26 +28,22 @@ _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 class FrontTrace(core.Trace):
     """A trace that sees each primitive before the trace behind it computes the primitive.
 
-    It stands in front of another trace of JAX, and its arrays and tracers are those of that trace.
+    It stands in front of another trace of JAX, and its arrays and tracers are those of that trace. NNX
+    refuses to change a variable in another trace than that which made it, so this trace passes for that
+    one.
 
     Args:
         handler: an object with two methods. ``on_primitive(front, primitive, operands, params)`` returns
             the result of a primitive: that of ``front.compute``, or another. ``on_function(is_custom_vjp,
             operands, compute)`` returns ``compute()``, the results of a function that has no jaxpr yet,
             such as one with a derivative of its own. Its primitives are not seen.
-        passes_for_behind: whether it passes for the trace behind it. NNX refuses to change a variable in
-            another trace than that which made it.
     """
 
-    def __init__(self, handler: Any, passes_for_behind: bool = False) -> None:
+    def __init__(self, handler: Any) -> None:
         super().__init__()
         self.handler = handler
         self.behind = core.trace_ctx.trace
-        self.requires_low = self.behind.requires_low
-        self._key: Any = None
-        if passes_for_behind:
-            self._key = weakref.ref(self)
-            self._weakref = self.behind._weakref
+        self.requires_low, self._weakref = self.behind.requires_low, self.behind._weakref
 
     def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive, as the trace behind computes it."""
@@ -70,7 +67,6 @@ class FrontTrace(core.Trace):
 
     # JAX calls these methods instead of ``process_primitive`` for functions without a jaxpr.
     process_call = partialmethod(_hand_on, "process_call")
-    process_map = partialmethod(_hand_on, "process_map")
     process_custom_jvp_call = partialmethod(_hand_on, "process_custom_jvp_call")
     process_custom_vjp_call = partialmethod(_hand_on, "process_custom_vjp_call")
 
@@ -79,6 +75,11 @@ class FrontTrace(core.Trace):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.behind, name)
+
+
+def current_scopes() -> str:
+    """Returns the scopes (``jax.named_scope``) of the code that runs, joined by ``/``."""
+    return str(source_info_util.current_name_stack())
 
 
 def current_handler() -> Any:
@@ -98,7 +99,7 @@ def trace_behind() -> Any:
 @contextlib.contextmanager
 def running_in(trace: Any) -> Iterator[None]:
     """A context in which this trace is the current one."""
-    before = _KEY.swap_local(trace._key if isinstance(trace, FrontTrace) else None)
+    before = _KEY.swap_local(weakref.ref(trace) if isinstance(trace, FrontTrace) else None)
     try:
         with core.set_current_trace(trace):
             yield

@@ -1,4 +1,4 @@
-"""Finds the calls of converted models that a Linen scope belongs to, by a flag of the scope.
+"""Finds the call of a converted model that a Linen scope belongs to, by a flag of the scope.
 
 Linen passes the flags of a scope on to the scopes below it, also through its transformations.
 """
@@ -6,28 +6,22 @@ Linen passes the flags of a scope on to the scopes below it, also through its tr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import flax.core
+CALL = "fp8flax"
+"""The name of the flag whose value is the innermost running call of a converted model."""
 
-_FLAG = "fp8flax"
 
+def call_of(scope: Any) -> Any:
+    """Returns the innermost running call that a scope belongs to, or None.
 
-def calls_of(scope: Any) -> tuple[Any, ...]:
-    """Returns the running calls that a scope belongs to, from the outermost to the innermost.
-
-    The innermost call takes part in each Linen op. ``call.on_op(op, recipe, compute, lhs, rhs, *rest)``, if
-    it is not None, replaces ``compute(lhs, rhs, *rest)``; the recipe is None if FP8 is off. ``compute``
-    declares the state of the op and computes. ``call.state_of(op, leaf)`` returns one array of the state,
-    or None if it is in its collection.
+    The call takes part in each Linen op. ``call.on_op(op, recipe, compute, lhs, rhs, *rest)``, if it is not
+    None, replaces ``compute(lhs, rhs, *rest)``; the recipe is None if FP8 is off. ``compute`` declares the
+    state of the op and computes. ``call.state_of(op, name, leaf)`` returns one array of the state, or None
+    if it is in its collection.
     """
-    return () if scope is None else scope.flags.get(_FLAG, ())
-
-
-def in_call(scope: Any, call: Any) -> AbstractContextManager[None]:
-    """Returns a context in which this call is the innermost one of a scope and of the scopes below it."""
-    return having(scope, flags=flax.core.freeze({**scope.flags, _FLAG: (*calls_of(scope), call)}))
+    return None if scope is None else scope.flags.get(CALL)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, RNG
 from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
-from fp8flax._linen.conversion import calls_of
+from fp8flax._linen.conversion import call_of
 
 
 class Fp8Op(OpBase, nn.Module):
@@ -28,8 +28,8 @@ class Fp8Op(OpBase, nn.Module):
 
     @property
     def _run(self) -> Callable[..., jax.Array]:
-        calls, compute = calls_of(self.scope), super()._run
-        on_op = calls[-1].on_op if calls else None
+        call, compute = call_of(self.scope), super()._run
+        on_op = call.on_op if call else None
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:
@@ -43,11 +43,11 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
-        calls, is_there = calls_of(self.scope), self.has_variable(collection, name)
+        call, is_there = call_of(self.scope), self.has_variable(collection, name)
         # Other values of mutable that include the state, such as True, include the parameters, too.
         is_mutable = self.is_mutable_collection(collection)
         is_named = is_mutable and not (self.is_initializing() or self.is_mutable_collection(PARAMS))
-        if is_named and (calls or is_there):
+        if is_named and (call or is_there):
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable includes {collection!r}, but apply returns the old state there. The next state "
@@ -55,7 +55,7 @@ class Fp8Op(OpBase, nn.Module):
                 "fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
-        if calls and (value := calls[-1].state_of(self, leaf)) is not None:
+        if call and (value := call.state_of(self, name, leaf)) is not None:
             return value, where
         if self._is_normalized(name):
             raise ValueError(

@@ -39,7 +39,7 @@ from fp8flax._core.names import (
 )
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.conversion import calls_of, having
+from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
@@ -60,7 +60,7 @@ class Call(Interception):
     """
 
     on_op: Any = None
-    """A function that computes the Linen ops of the call in another way; see ``calls_of``."""
+    """A function that computes the Linen ops of the call in another way; see ``call_of``."""
     has_ops = False
     """Whether an FP8 op has run."""
 
@@ -71,7 +71,6 @@ class Call(Interception):
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
         """The contractions with the decisions about them, by ``Site.scope``."""
-        self.frames: list[Frame] = []
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -92,34 +91,30 @@ class Call(Interception):
                 )
         return split(variables)
 
-    def finish(self, model: Any, method: str, args: Any, kwargs: Any) -> None:
-        """Records a call of a method with these arguments, and checks what ``init`` has computed."""
-        if method != "_fp8_run":  # a function may hold tracers
-            inputs_of_calls(model)[method] = jax.tree.map(as_struct, (args, kwargs))
-        if method == "__call__" and self.is_init:
-            self.rules.check(self.decided.values(), has_ops=self.has_ops or self.is_counting)
-
     # How methods run.
 
     @contextlib.contextmanager
     def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
         """A context in which a method of a module runs."""
         scope = module.scope
+
+        def variables() -> dict[str, Any]:
+            """Returns the variables of a module, which has the state where the caller has it."""
+            return split(_variables_of(scope))
+
+        def put_variable(collection: str, name: str, value: Any) -> None:
+            """Makes a variable, which may be a parameter."""
+            type(scope).put_variable(scope, collection, name, value)
+            self._add_params(scope, {collection: {name: value}})
+
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
-            self._add_params(scope.root)
+            self._add_params(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        # self.variables of a module has the state where the caller has it.
-        variables = lambda: split(_variables_of(scope))  # noqa: E731
         try:
-            with having(scope, variables=variables), self.watching():
+            with having(scope, variables=variables, put_variable=put_variable), self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
-
-    @property
-    def frame(self) -> Frame:  # type: ignore[override]
-        """The innermost method that is running."""
-        return self.frames[-1]
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
@@ -135,25 +130,17 @@ class Call(Interception):
             state = _found(split(_variables_of(scope.root)), path)
             _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
-        is_shared = self.frames and self.frame.module.scope is scope and self.frame.method is not None
+        outer = self.frames[-1:]
+        is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
         is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
         method = "" if is_main else context.method_name
         with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
-    def look_for_params(self) -> None:
-        """Records the parameters that the running method has made."""
-        frame, scope = self.frame, self.frame.module.scope
-        if scope.root.is_mutable_collection(PARAMS):
-            number = len(_variables_of(scope).get(PARAMS, {}))
-            if frame.num_params != number:
-                frame.num_params = number
-                self._add_params(scope)
-
-    def _add_params(self, scope: Any) -> None:
-        """Records the parameters in a scope, if they are those of the model."""
-        if self in calls_of(scope):
-            params = nn.meta.unbox(_variables_of(scope).get(PARAMS, {}))
+    def _add_params(self, scope: Any, variables: Mapping[str, Any]) -> None:
+        """Records the parameters among the variables in a scope, if they are those of the model."""
+        if call_of(scope) is self:
+            params = nn.meta.unbox(variables.get(PARAMS, {}))
             leaves = jax.tree_util.tree_flatten_with_path(params)[0]
             self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
 
@@ -167,18 +154,18 @@ class Call(Interception):
         is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
         if is_layer and kernel is not None:
             # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
-            is_own = any(x.path == (*self.frame.path, "kernel") for x in kernel.sources)
+            is_own = any(x.path == (*scope.path, "kernel") for x in kernel.sources)
             name = "0" if is_own or type(module).__module__.startswith("flax.") else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
-        elif self not in calls_of(scope):
+        elif call_of(scope) is not self:
             impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
         site = site._replace(name=f"{site.op.name}_{name}", impossible=impossible)
         # A converted model inside of this one has its own rules.
-        models = (frame.module for frame in reversed(self.frames) if hasattr(frame.module, "_fp8_rules"))
-        rules = next(models)._fp8_rules
+        modules = (frame.module for frame in reversed(self.frames))
+        rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
         site = rules.decide(site)
         # The scope of a module must not outlive its trace.
         pattern = site.pattern if rules is self.rules else None
@@ -194,39 +181,26 @@ class Call(Interception):
             object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
 
-    def origin_of(self, value: Any) -> Origin | None:
-        """Returns the origin of a value; None if it comes from anything but parameters."""
-        self.look_for_params()
-        return self.origins.of(value)
-
     # Where the state is.
 
-    def state_of(self, op: Fp8Op, leaf: StateLeaf) -> jax.Array | None:
-        """Returns one array of the state of an op; ``init`` makes it. None if there is none."""
-        value, (root, path) = self.stored(op, leaf.name), self._place(op, leaf.name)
-        if value is None and op.is_initializing() and root.is_mutable_collection(PARAMS):
+    def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:
+        """Returns an array of an op that is among the parameters; ``init`` makes it from ``leaf``.
+
+        None if there is none of this name. It is in the outermost root of the running trace: in this one,
+        no ``nn.map_variables`` of the model has changed the state.
+        """
+        here, default = trace_behind(), cast(Any, op.scope).root
+        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
+        own = (x for x in roots if call_of(x) is self and op.path[: len(x.path)] == x.path)
+        root = next(own, default)
+        path = _swapped((*op.path, name))[len(root.path) :]
+        value: Any = _found(_variables_of(root), (PARAMS, *path))
+        if value is None and leaf and op.is_initializing() and root.is_mutable_collection(PARAMS):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
             ((name, below),) = unflatten_dict({path: value}).items()
             root.put_variable(PARAMS, name, below)
             self._made.add((*root.path, *path))
         return value
-
-    def stored(self, op: Fp8Op, name: str) -> jax.Array | None:
-        """Returns an array of an op that is among the parameters; None if there is none of this name."""
-        root, path = self._place(op, name)
-        return _found(_variables_of(root).get(PARAMS, {}), path)
-
-    def _place(self, op: Fp8Op, name: str) -> tuple[Any, Path]:
-        """Returns the root scope whose parameters hold an array of an op, and its path in them.
-
-        It is the outermost root of the running trace: in this one, no ``nn.map_variables`` of the model has
-        changed the state.
-        """
-        here, default = trace_behind(), cast(Any, op.scope).root
-        roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
-        own = (x for x in roots if self in calls_of(x) and op.path[: len(x.path)] == x.path)
-        root = next(own, default)
-        return root, _swapped((*op.path, name))[len(root.path) :]
 
 
 def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,14 +241,6 @@ def _found(tree: Any, path: Path) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def inputs_of_calls(model: Any) -> dict[str, Any]:
-    """Returns, by the name of each method that was called, the arguments of its last call, without arrays.
-
-    A converted model and its clones share the record.
-    """
-    return vars(model).setdefault("_fp8_inputs", {})
 
 
 def as_struct(x: Any) -> Any:

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from fp8flax._compat import name_scopes
 from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.traces import FrontTrace, current_handler, running_in
+from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
@@ -27,9 +26,11 @@ from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-# Scopes of a contraction that was handled before, or of its derivative. The pattern matches a whole element
-# of a stack of scopes, because a module's name may begin with the same text.
-_HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+"""Scopes of a contraction that was handled before, or of its derivative.
+
+The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
+text."""
 
 
 @dataclasses.dataclass
@@ -45,8 +46,6 @@ class Frame:
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     trace: Any = None
     """The trace of JAX that a method of a Linen module runs in."""
-    num_params: int = -1
-    """How many parameters of a Linen module are recorded."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -54,13 +53,12 @@ class Frame:
 class Interception:
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
-    frame: Frame
-    """The innermost method that is running."""
-    is_nnx = False
     is_passing = False
     """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
     def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        """The methods that are running, from the outermost to the innermost."""
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
         """Whether the running functions that are not looked into have derivatives of their own."""
@@ -73,9 +71,6 @@ class Interception:
         """
         raise NotImplementedError
 
-    def look_for_params(self) -> None:
-        """Records new parameters of the running module in ``origins``; called for every primitive."""
-
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
@@ -83,7 +78,7 @@ class Interception:
         """
         if current_handler() is self:
             return contextlib.nullcontext()
-        return running_in(FrontTrace(self, passes_for_behind=self.is_nnx))
+        return running_in(FrontTrace(self))
 
     def _contraction(self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
@@ -94,7 +89,7 @@ class Interception:
         if left is not None and kernel is None and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
-        frame, impossible = self.frame, row.unsupported(params)
+        frame, impossible = self.frames[-1], row.unsupported(params)
         if kernel is not None and left is None:
             name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
         else:
@@ -130,10 +125,9 @@ class Interception:
         """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
         if self.is_passing:
             return front.compute(primitive, operands, params)
-        self.look_for_params()
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         row = row_of(primitive)
-        if row is not None and not _HANDLED.search(name_scopes.current()):
+        if row is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
                 result = self.contract(*self._contraction(row, operands, params))
             if not isinstance(result, str):
@@ -143,20 +137,20 @@ class Interception:
             return front.open(params["jaxpr"], operands)
         with scope, having(self, is_passing=True):
             results = front.compute(primitive, operands, params)
-        self.origins.follow(primitive, operands, params, results)
+        all_results = results if primitive.multiple_results else [results]
+        self.origins.follow(operands, all_results, primitive, params)
         return results
 
     def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
         """Computes a function that is not looked into; the trace in front calls this method."""
         if self.is_passing:
             return compute()
-        self.look_for_params()
         self.custom_vjps.append(is_custom_vjp)
         try:
             results = compute()
         finally:
             self.custom_vjps.pop()
-        self.origins.call(operands, results)
+        self.origins.follow(operands, results)
         return results
 
     def _should_open(self, operands: Any, params: Any) -> bool:
@@ -164,9 +158,9 @@ class Interception:
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
-        inside = [*equations(params["jaxpr"], looks_into=lambda one: one.eqn.primitive.name == "jit")]
+        inside = [*equations(params["jaxpr"])]
         # The modules in a function of nn.jit were already intercepted when the function was traced.
-        if any(_HANDLED.search(one.scopes) for one in inside):
+        if any(HANDLED.search(one.scopes) for one in inside):
             return False
         has_contraction = any(row_of(one.eqn.primitive) is not None for one in inside)
         return has_contraction or any(self.origins.of(x) is not None for x in operands)

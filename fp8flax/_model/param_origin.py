@@ -24,7 +24,7 @@ CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split")
 
 
 class Source(NamedTuple):
@@ -106,29 +106,26 @@ class Origin(NamedTuple):
         steps = (*steps, (primitive, params)) if steps is not None and is_bijection else None
         if part is None:
             return self._replace(steps=steps)
-        for i, start, end in _ranges(name, params, index, shape):
-            if axes is None:
-                part += "-" + "x".join(map(str, shape))
-                axes = tuple(range(len(shape)))
-            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-        if name in ("broadcast_in_dim", "reshape"):
+        taken = [(0, size) for size in shape]  # the range of each dimension that is in the result
+        if name == "split":
+            start = sum(params["sizes"][:index])
+            taken[params["axis"]] = start, start + params["sizes"][index]
+        elif name == "slice":
+            taken = [*zip(params["start_indices"], params["limit_indices"])]
+        elif name == "transpose":
+            axes = axes and tuple(axes[i] for i in params["permutation"])
+        elif name == "squeeze":
+            axes = axes and tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
+        elif name in ("broadcast_in_dim", "reshape"):
             part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
             axes = None
-        elif name == "transpose" and axes is not None:
-            axes = tuple(axes[i] for i in params["permutation"])
-        elif name == "squeeze" and axes is not None:
-            axes = tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
+        for i, (start, end) in enumerate(taken):
+            if (start, end) != (0, shape[i]):
+                if axes is None:
+                    part += "-" + "x".join(map(str, shape))
+                    axes = tuple(range(len(shape)))
+                part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
         return Origin(self.sources, part, axes, steps)
-
-
-def _ranges(name: str, params: dict[str, Any], index: int, shape: tuple[int, ...]) -> Any:
-    """Yields the dimensions that a slice or a split does not take whole, each with its range."""
-    if name == "split":
-        start = sum(params["sizes"][:index])
-        yield params["axis"], start, start + params["sizes"][index]
-    if name == "slice":
-        limits = zip(params["start_indices"], params["limit_indices"], shape)
-        yield from ((i, a, b) for i, (a, b, size) in enumerate(limits) if (a, b) != (0, size))
 
 
 NUMBER = Origin(part="")
@@ -158,38 +155,37 @@ class ParamOrigins:
 
     def _set(self, value: Any, origin: Origin) -> None:
         known, key = self._known, id(value)
-        try:
-            held: Any = weakref.ref(value, lambda _: known.pop(key, None))
-        except TypeError:  # a NumPy scalar has no weak references
-            held = value
-        known[key] = held, origin
+        known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
 
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
         for path, leaf in params:
-            if hasattr(leaf, "shape") and self.of(leaf) is None:
+            if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
                 # ``nn.map_variables`` may have computed the parameter.
                 steps = None if self._what_is(leaf) == COMPUTED else ()
                 axes = tuple(range(len(leaf.shape)))
                 self._set(leaf, Origin((Source(path, leaf.shape),), "", axes, steps))
 
-    def follow(self, primitive: Any, operands: Any, params: Any, results: Any) -> None:
-        """Records the origins of the results of a primitive."""
-        results = results if primitive.multiple_results else [results]
+    def follow(
+        self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
+    ) -> None:
+        """Records the origins of the results of a primitive, or of a function that is not looked into."""
         known = [self._what_is(x) for x in operands]
-        if None in known or COMPUTED in known:
-            self.call(operands, results)
+        if None in known or COMPUTED in known or primitive is None:
+            if any(one not in (None, NUMBER) for one in known):
+                for result in results:
+                    self._set(result, COMPUTED)
             return
         made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
-        is_movement = primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        is_movement = primitive.name in MOVEMENTS and len(operands) == 1
         for i, result in enumerate(results):
             if not made_of:
                 origin = NUMBER
-            elif is_movement and len(made_of) == 1:
-                origin = made_of[0][0].moved(primitive, params, i, made_of[0][1].shape)
+            elif is_movement:
+                origin = made_of[0][0].moved(primitive, params, i, operands[0].shape)
             else:
                 alike = (one for one, x in made_of if np.shape(x) == result.shape and one.part is not None)
-                first = COMPUTED if is_movement else next(alike, COMPUTED)
+                first = next(alike, COMPUTED)
                 named = [
                     source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
                     for one, _ in made_of
@@ -199,9 +195,3 @@ class ParamOrigins:
                 sources = dict.fromkeys((*first.sources[:1], *named))
                 origin = Origin(tuple(sources), first.part, first.axes)
             self._set(result, origin)
-
-    def call(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Records the results of a function that is not looked into."""
-        if any(self._what_is(x) not in (None, NUMBER) for x in operands):
-            for result in results:
-                self._set(result, COMPUTED)

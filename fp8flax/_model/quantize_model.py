@@ -12,7 +12,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, converted_class
+from fp8flax._model.wrapped_module import convert
 
 
 def is_nnx(model: Any) -> bool:
@@ -159,4 +159,4 @@ def quantize_model(
             f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
             "made from, with all rules at once."
         )
-    return convert(model, converted_class(type(model), options, Call))
+    return convert(model, options, Call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -12,20 +11,21 @@ from typing import Any
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
+from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.ops import row_of
 from fp8flax._model.converted_call import Call
+from fp8flax._model.interception import HANDLED
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site
-from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
+from fp8flax._model.wrapped_module import convert, trace_apply
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One contraction of a model.
 
@@ -36,8 +36,8 @@ class Row:
         count: how often it is computed in one forward pass.
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
         reason: the rule that converts it, or the reason why it is not converted.
-        is_fp4: whether its recipe multiplies in FP4 in the forward pass.
         flops: FLOPs of all its computations in one forward pass.
+        is_fp4: whether its recipe multiplies in FP4 in the forward pass.
     """
 
     path: str
@@ -134,12 +134,12 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """
     if is_nnx(model):
         return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
-    if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
+    if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     decided: dict[str, Site] = {}
-    make_call = partial(Call, counted=decided)
-    counted = convert(model, converted_class(model._fp8_base, model._fp8_rules, make_call))
-    return report_of(trace_apply(counted, None, args, kwargs), decided)
+    counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
+    shapes = eval_init(counted, args, kwargs)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
 def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
@@ -150,18 +150,18 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for one in equations(program):
-        eqn, scopes, row = one.eqn, one.scopes, row_of(one.eqn.primitive)
-        if row is None or re.search(rf"\b(?:{BY_OP}|{NOT_CONVERTED})\b", scopes):
+        row = row_of(one.eqn.primitive)
+        if row is None:
             continue
-        scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
-        lhs, rhs, *more = (var.aval for var in eqn.invars)
-        if scope in decided:
-            sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(eqn.params))
-            if decided[scope].is_swapped:
+        lhs, rhs, *more = (var.aval for var in one.eqn.invars)
+        scopes = HANDLED.findall(one.scopes)
+        if not scopes:
+            unseen.append(f"{one.scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
+        elif scopes[-1] in decided:
+            sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(one.eqn.params))
+            if decided[scopes[-1]].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
-            counts[scope, sizes] += one.times
-        else:
-            unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
+            counts[scopes[-1], sizes] += one.times
     rows = []
     for (key, sizes), count in counts.items():
         site = decided[key]
@@ -169,16 +169,7 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
-        rows.append(
-            Row(
-                path=site.path,
-                kernel=site.kernel,
-                **sizes._asdict(),
-                count=count,
-                converted=converted,
-                reason=reason,
-                flops=count * sizes.flops,
-                is_fp4=recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer),
-            )
-        )
+        is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
+        flops = count * sizes.flops
+        rows.append(Row(site.path, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
     return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

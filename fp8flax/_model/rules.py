@@ -148,7 +148,7 @@ class Rules:
                 continue
             if isinstance(outcome, str):
                 return site._replace(reason=f"left by {text}", pattern=text)
-            reason = self._why_not(site) or (_why_not_by_default(site) if text == DEFAULT else None)
+            reason = self._why_not(site, is_default=text == DEFAULT)
             if reason is not None:
                 return site._replace(reason=reason, pattern=text)
             if site.in_custom_vjp:
@@ -161,14 +161,33 @@ class Rules:
             return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
         return site._replace(reason="not included")
 
-    def _why_not(self, site: Site) -> str | None:
-        """Returns why no op can compute a contraction, or may; None if one can."""
+    def _why_not(self, site: Site, is_default: bool) -> str | None:
+        """Returns why a contraction stays wide, at any batch size; None if it is converted.
+
+        By default it stays wide also where FP8 would gain nothing.
+        """
+        k, n = site.sizes.k, site.sizes.n
         if site.impossible is not None:
             return site.impossible
         if site.kernel is None and not self.products:
             return "a product of two activations (products=True converts them)"
-        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
-        return f"operands of {', '.join(narrow)}" if narrow else None
+        if narrow := ", ".join(str(d) for d in site.dtypes if not is_wide_float(d)):
+            return f"operands of {narrow}"
+        if not is_default:
+            return None
+        if isinstance(site.module, nn.Embed):
+            return "an embedding"
+        if LOGITS.search(site.path):
+            return "the logits, by the layer's name"
+        if ROUTER.search(site.path):
+            return "a router, by the layer's name"
+        if not site.is_matmul:
+            return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
+        if min(k, n) < SMALLEST_SIZE:
+            return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
+        if site.kernel is not None and (size := 1 / (1 / k + 1 / n)) < BREAK_EVEN:
+            return f"K={k}, N={n}: too small to gain, 1/(1/K + 1/N) = {size:.0f} < {BREAK_EVEN}"
+        return None
 
     def check(self, decided: Collection[Site], has_ops: bool) -> None:
         """Raises ``ValueError`` if a pattern decided nothing, or the model would have no FP8 op."""
@@ -202,21 +221,3 @@ def _check_outcome(outcome: Any, who: str) -> None:
         check_recipe(outcome)
     elif outcome != LEAVE:
         raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
-
-
-def _why_not_by_default(site: Site) -> str | None:
-    """Returns why a contraction stays wide by default, at any batch size; None if it is converted."""
-    k, n = site.sizes.k, site.sizes.n
-    if isinstance(site.module, nn.Embed):
-        return "an embedding"
-    if LOGITS.search(site.path):
-        return "the logits, by the layer's name"
-    if ROUTER.search(site.path):
-        return "a router, by the layer's name"
-    if not site.is_matmul:
-        return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
-    if min(k, n) < SMALLEST_SIZE:
-        return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
-    if site.kernel is not None and 1 / (1 / k + 1 / n) < BREAK_EVEN:
-        return f"K={k}, N={n}: too small to gain, 1/(1/K + 1/N) = {1 / (1 / k + 1 / n):.0f} < {BREAK_EVEN}"
-    return None

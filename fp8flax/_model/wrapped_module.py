@@ -3,86 +3,85 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, cast
 
 import flax.core
-import flax.errors
 import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import calls_of, in_call
-from fp8flax._linen.eval_init import eval_init, program_of
-from fp8flax._model.converted_call import inputs_of_calls
+from fp8flax._linen.conversion import CALL, call_of, having
+from fp8flax._linen.eval_init import program_of
+from fp8flax._model.converted_call import Call, as_struct
 from fp8flax._model.rules import Rules
 
-# Only instances keep a class alive. After the last one, the class and its rules can be freed.
-_classes: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
-
-def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``make``, which makes a subclass of a class, such that equal arguments give one subclass.
+def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
+    """Returns ``make(cls, *key)``, a subclass of a class; equal arguments give one subclass.
 
     The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
+    Only its instances keep it alive. After the last one, the subclass and its key can be freed.
     """
-
-    @wraps(make)
-    def get(cls: type, *key: Any) -> Any:
-        made = _classes.get((make, cls, *key))
-        if made is None:
-            made = make(cls, *key)
-            made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
-            made._fp8_base = cls
-
-            def reduce(self: Any, protocol: Any) -> Any:
-                _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(self, protocol))
-                return _empty, (get, cls, *key), *state
-
-            made.__reduce_ex__ = reduce
-            made = _classes.setdefault((make, cls, *key), made)
-        return made
-
-    return get
+    for known in cast(list[Any], cls.__subclasses__()):
+        if vars(known).get("_fp8_made_by") == (make, *key):
+            return known
+    made: Any = make(cls, *key)
+    made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
+    made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
+    return made
 
 
-def _empty(make: Callable[..., Any], *key: Any) -> Any:
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Returns how a copy or a pickle makes an object of a subclass again, as ``__reduce_ex__`` does."""
+    return _empty, (self._fp8_base, *self._fp8_made_by), self.__getstate__()
+
+
+def _empty(cls: type, make: Callable[..., Any], *key: Any) -> Any:
     """Returns an object without attributes, which a copy or a pickle then sets."""
-    return object.__new__(make(*key))
+    return object.__new__(subclass_of(cls, make, *key))
 
 
-@made_once
-def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn.Module:
+    """Returns a model that computes in the calls that ``make_call(model)`` returns.
+
+    It has the attributes of an unbound model, also those that its ``__init__`` has set.
+    """
+    cls = getattr(model, "_fp8_base", type(model))
+    new = object.__new__(subclass_of(cls, _converted_class, rules, make_call))
+    fresh = model.clone(parent=None)  # has an identity of its own
+    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
+    return cast(nn.Module, new)
+
+
+def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
-    names = {
+    body = {
         # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
         "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_serving": None if isinstance(make_call, type) else make_call,
-        "_fp8_run": _in_call(_fp8_run),
         **{
             name: _in_call(method)
             for name, method in methods.items()
             if name != "setup" and callable(method) and hasattr(method, "method_handler_wrapped")
         },
     }
-    return type(cls.__name__, (_Converted, cls), names)
+    return type(cls.__name__, (_Converted, cls), body)
 
 
 def _in_call(method: Any) -> Any:
-    """Returns a method of a converted model, which begins a ``Call`` if none of the model is running."""
+    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
 
     @wraps(method, updated=())
     def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(self.scope)
         # A frozen model inside of a converted one makes a call of its own.
-        is_frozen, calls = self._fp8_serving is not None, calls_of(self.scope)
-        if self.scope is None or any(call.cls is type(self) or not is_frozen for call in calls):
+        if self.scope is None or (call and (call.cls is type(self) or self._fp8_make_call is Call)):
             return method(self, *args, **kwargs)
         call = self._fp8_make_call(self)
 
@@ -93,18 +92,15 @@ def _in_call(method: Any) -> Any:
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
         collections = PARAMS, OVERWRITE_WITH_GRADIENT
         mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
+        flags = flax.core.freeze({**self.scope.flags, CALL: call})
         # The interception is also around setup, which Linen runs before the method.
-        with in_call(self.scope, call), nn.intercept_methods(call.around):
+        with having(self.scope, flags=flags), nn.intercept_methods(call.around):
             result = mapped(self, *args, **kwargs)
-        call.finish(self, method.__name__, args, kwargs)
+        if call.is_init and getattr(method, "__name__", "") == "__call__":
+            call.rules.check(call.decided.values(), has_ops=call.has_ops or call.is_counting)
         return result
 
     return nn.nowrap(begin)
-
-
-def _fp8_run(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``."""
-    return function(self, *args, **kwargs)
 
 
 class _Converted:
@@ -117,52 +113,38 @@ class _Converted:
         method = _as_method(self, method)
         return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
 
-    def clone(self: Any, **kwargs: Any) -> Any:
-        copy = super().clone(**kwargs)  # type: ignore[misc]
-        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
-            vars(copy)["_fp8_inputs"] = inputs_of_calls(self)
-        return copy
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
 
 
+def inputs_of_calls(model: Any) -> dict[str, Any]:
+    """Returns the inputs of the last ``apply`` or ``init`` of each method, by its name, without arrays."""
+    return vars(model).setdefault("_fp8_inputs", {})
+
+
 def _as_method(model: Any, method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
-    if method is None:
-        return None  # it is __call__
-    function = getattr(method, "__func__", method)
-    name = method if isinstance(method, str) else getattr(function, "__name__", "")
+    function = getattr(method, "__func__", method or "__call__")
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
     own = vars(type(model)).get(name)
     if own is not None and function in (name, own, own.__wrapped__):
-        return own
-    if isinstance(method, str):  # a submodule, or a method that Linen does not wrap
-        function = lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)  # noqa: E731
-    return lambda model, *args, **kwargs: model._fp8_run(function, *args, **kwargs)
 
+        def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(bound, *args, **kwargs)
+            inputs_of_calls(model)[name] = jax.tree.map(as_struct, (args, kwargs))
+            return result
 
-def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class with the attributes of an unbound model, also those of ``__init__``."""
-    new = object.__new__(cls)
-    fresh = model.clone(parent=None)  # has an identity of its own
-    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
-    return new
+        return run
+    if isinstance(function, str):  # a submodule, or a method that Linen does not wrap
+        return _in_call(lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs))
+    return _in_call(function)
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes.
-
-    If ``shapes`` is None, the variables have the shapes of ``init``.
-    """
-    if shapes is None:
-        shapes = eval_init(model, args, kwargs)
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    mutable = sorted({*shapes} - {PARAMS, OVERWRITE_WITH_GRADIENT})
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return model.apply(*args, rngs=jax.random.key(0), **kwargs)
+        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
 
-    all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
-    try:
-        return program_of(partial(apply, mutable=all_others), shapes, args, kwargs)
-    except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
-        # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
-        return program_of(apply, shapes, args, kwargs)
+    return program_of(apply, shapes, args, kwargs)

@@ -39,11 +39,11 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, inputs_of_calls, merged, split
+from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
+from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 
 
@@ -76,7 +76,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
             to trace the model with, arrays or ``jax.ShapeDtypeStruct``. Without inputs, a Linen model that
-            comes from ``quantize_model`` is traced with the shapes of the last call of each method.
+            comes from ``quantize_model`` is traced with the shapes of the last ``apply`` of each method.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
         **kwargs: keyword inputs of the model.
@@ -146,9 +146,9 @@ def _freeze_linen(
     check_params(variables)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    base, rules, calls = type(model), Rules(include=(), allow_unmatched=True), {}
+    rules, calls = Rules(include=(), allow_unmatched=True), {}
     if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
-        base, rules, calls = model._fp8_base, model._fp8_rules, inputs_of_calls(model)
+        rules, calls = model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
     seen, read = dict[Path, SeenOp](), set[Path]()
@@ -159,10 +159,10 @@ def _freeze_linen(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            found = SeenOp(op.row, recipe.gemms, self.origin_of(operands[1]) or Origin())
+            found = SeenOp(op.row, recipe.gemms, self.origins.of(operands[1]) or Origin())
             return record(seen, op.path, found, *operands, **keywords)
 
-    recording = convert(model, converted_class(base, rules, RecordingCall))
+    recording = convert(model, rules, RecordingCall)
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
     for method, (args, kwargs) in calls.items():
         needed = needed_inputs(trace_apply(recording, shapes, args, {**kwargs, "method": method}))
@@ -177,7 +177,7 @@ def _freeze_linen(
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, converted_class(base, rules, Serving(tuple(ops)))), served
+    return convert(model, rules, Serving(tuple(ops))), served
 
 
 def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
@@ -231,7 +231,7 @@ class ServingCall(Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        served, origin = self._ops.get(op.path), self.origin_of(rhs) or Origin()
+        served, origin = self._ops.get(op.path), self.origins.of(rhs) or Origin()
         whole = origin.sources[0].path if origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
             raise ValueError(
@@ -241,7 +241,7 @@ class ServingCall(Call):
         if served.kernel is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
         lhs = lhs.astype(np.promote_types(lhs.dtype, rhs.dtype))  # codes do not widen the result
-        arrays: dict[str, Any] = {name: self.stored(op, name) for name in (*served.scales, CODES)}
+        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in (*served.scales, CODES)}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "

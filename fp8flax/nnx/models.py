@@ -33,7 +33,7 @@ from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
-from fp8flax._model.wrapped_module import made_once
+from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
 
@@ -121,11 +121,9 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 class ModuleCall(Interception):
     """One call of a method of a module. Contractions with an op of the module are computed by it."""
 
-    is_nnx = True
-
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
-        self.frame = Frame(module, "" if method == "__call__" else method)
+        self.frames.append(Frame(module, "" if method == "__call__" else method))
         self.origins.add((path, x.get_value()) for path, x in nodes_of(module, nnx.Param).items())
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
@@ -147,10 +145,9 @@ def watch(node: Any) -> None:
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", _watched_class(cls, is_pytree))
+    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree))
 
 
-@made_once
 def _watched_class(cls: Any, is_pytree: bool) -> Any:
     """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
     body = {}
@@ -166,7 +163,7 @@ def _watched(method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = current_handler()
-        if isinstance(call, ModuleCall) and call.frame.module is self:
+        if isinstance(call, ModuleCall) and call.frames[-1].module is self:
             return method(self, *args, **kwargs)
         with unwatched(), ModuleCall(self, method.__name__).watching():
             return method(self, *args, **kwargs)

@@ -181,10 +181,9 @@ def test_a_model_sees_its_own_parameters():
     close(y, expected)
 
 
-@pytest.mark.parametrize("kernel_init", [nn.initializers.zeros, nn.initializers.ones])
-def test_a_kernel_that_starts_constant_and_is_cast(kernel_init):
+def test_a_kernel_that_starts_constant_and_is_cast():
     """Zero-initialized projections in bfloat16, as in diffusion models and adapters, get their state."""
-    layer = nn.Dense(8, kernel_init=kernel_init, dtype=jnp.bfloat16)
+    layer = nn.Dense(8, kernel_init=nn.initializers.zeros, dtype=jnp.bfloat16)
     model8 = fp8.quantize_model(nn.Sequential([layer]), **ALL)
     x = normal(0, 4, 8)
     variables = model8.init(jax.random.key(0), x)

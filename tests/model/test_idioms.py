@@ -21,15 +21,12 @@ from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
 X = normal(1, 4, 8)
+plain = fp8.remove_fp8_state
 
 
 def ops(variables):
     """Returns the paths of the ops that have state."""
     return {path.rpartition("/")[0] for path in flat(variables.get(OWG, {}))}
-
-
-def plain(variables):
-    return fp8.remove_fp8_state(variables)
 
 
 def assert_in_fp8(model, model8, variables, x=X):
@@ -91,6 +88,9 @@ def test_methods():
         out, made = MODEL8.init_with_output(KEY, X, method=method)
         np.testing.assert_array_equal(out, expected)
         assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
+    again = fp8.quantize_model(MODEL, **ALL)
+    again.apply(variables, X, method=Coder.encode)  # freeze takes its inputs from this call
+    assert fp8.freeze(again, variables, weight_only=True)[1]["params"]["encoder"]["kernel"].itemsize == 1
     of_submodule = fp8.report(fp8.quantize_model(Coder(nn.Dense(8)), **ALL), X, method="head")
     assert [row.path for row in of_submodule.converted] == ["head"]
     assert len(fp8.report(MODEL8, X, method=MODEL8.encode).rows) == 1
@@ -99,9 +99,7 @@ def test_methods():
     np.testing.assert_array_equal(serve.apply(served, X, method=MODEL.encode), first)
     np.testing.assert_allclose(first, expected, atol=0.2)
 
-    def everything(module, name):
-        return not isinstance(module, fp8.Fp8DotGeneralOp)
-
+    everything = lambda module, _: not isinstance(module, fp8.Fp8DotGeneralOp)  # noqa: E731
     for method in ("__call__", Coder.encode):
         options = {"method": method, "capture_intermediates": everything}
         _, captured = MODEL8.apply(variables, X, **options)
@@ -197,10 +195,7 @@ def test_parameters_in_tuples():
 
 
 def transposed(variables):
-    def transpose(x):
-        return jnp.swapaxes(x, -1, -2) if x.shape[-2:] == (8, 8) else x
-
-    return jax.tree.map(transpose, variables)
+    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2) if x.shape[-2:] == (8, 8) else x, variables)
 
 
 def mapped(cls=None):
@@ -395,3 +390,10 @@ class TestBinding:
             "layers_3": "by include 'layers_3'",
         }
         assert_frozen_equal(outer, variables)
+        # A frozen model in the place of one of them is refused: its codes are nothing without the scales.
+        serve, _ = fp8.freeze(
+            first, {name: x["layers_0"] for name, x in variables.items()}, X, weight_only=True
+        )
+        mixed = fp8.quantize_model(nn.Sequential([serve, *outer.layers[1:]]), include="layers_3")
+        with pytest.raises(ValueError, match="frozen"):
+            mixed.apply(variables, X)

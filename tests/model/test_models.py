@@ -60,9 +60,7 @@ def on_devices(loss, variables, x):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
 
-    def local(variables, x):
-        return lax.pmean(loss(variables, x), "data")
-
+    local = lambda variables, x: lax.pmean(loss(variables, x), "data")  # noqa: E731
     return jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(variables, x)
 
 
