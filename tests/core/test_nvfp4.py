@@ -104,7 +104,7 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
     same(products.astype(np.float64), np.outer(GRID, scales))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer().quantize, dims=Dims(2, (1,))))
     a, b = (dataclasses.replace(quantize(x), tensor_scale=None) for x in (X, W))
-    gemm = Gemm((((1,), (1,)), ((), ())), *[np.dtype(np.float32)] * 3)
+    gemm = Gemm(Dims(2, (1,)), Dims(2, (1,)), *[np.dtype(np.float32)] * 3)
     close(*(jax.jit(partial(run, gemm))(a, b) for run in (_in_bfloat16, multiply)))
 
 

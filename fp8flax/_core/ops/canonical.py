@@ -12,14 +12,13 @@ split each of them. Then there are exactly three products, and none of their res
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
-from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.qtensor import Dims
 
 Shape = tuple[int, ...]
@@ -55,8 +54,6 @@ class Canonical(NamedTuple):
     """The layout of each tensor, by its role, and of the ``"output"``."""
     dims: dict[str, tuple[Dims, Dims]]
     """What the first and the second product of each tensor contract, by its role."""
-    products: Mapping[str, DimensionNumbers]
-    """The dimension numbers of each of the three products."""
 
 
 def canonical(
@@ -86,18 +83,15 @@ def canonical(
         "output_grad": result,
     }
 
-    def dims(role: str, first: range, second: range) -> tuple[Dims, Dims]:
-        ndim = len(layouts[role].canonical)
-        return Dims(ndim, tuple(first), b), Dims(ndim, tuple(second), b)
-
+    # The number of dimensions of each tensor, and which of them each of its two products contracts.
     b, r, c = len(batch), len(rows), len(columns)
-    x = dims("input", range(b + r, b + r + 1), range(b, b + r))
-    kernel = dims("kernel", range(b, b + 1), range(b + 1, b + 1 + c))
-    g = dims("output_grad", range(b + r, b + r + c), range(b, b + r))
-    pairs = {FORWARD: (x[0], kernel[0]), DGRAD: (g[0], kernel[1]), WGRAD: (x[1], g[1])}
-    both = (tuple(range(b)),) * 2
-    products = {name: ((lhs.contract, rhs.contract), both) for name, (lhs, rhs) in pairs.items()}
-    return Canonical(layouts, {"input": x, "kernel": kernel, "output_grad": g}, products)
+    of_x, of_w, of_g, is_m = b + r + 1, b + 1 + c, b + r + c, tuple(range(b, b + r))
+    dims = {
+        "input": (Dims(of_x, (b + r,), b), Dims(of_x, is_m, b)),
+        "kernel": (Dims(of_w, (b,), b), Dims(of_w, tuple(range(b + 1, of_w)), b)),
+        "output_grad": (Dims(of_g, tuple(range(b + r, of_g)), b), Dims(of_g, is_m, b)),
+    }
+    return Canonical(layouts, dims)
 
 
 def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:

@@ -29,7 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
-from fp8flax._core.gemm.casts import Cast, on_devices, quantize_blocks
+from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
@@ -41,10 +41,9 @@ from fp8flax._core.names import (
     ROLES,
     WGRAD,
 )
-from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -83,12 +82,12 @@ class Contraction:
     multiplied in its canonical form.
     """
 
-    recipe: CustomRecipe
-    lhs: Operand
-    rhs: Operand
-    out_dtype: np.dtype
-    out_sharding: Any = None
-    precision: Any = None
+    recipe: CustomRecipe = dataclasses.field(metadata=STATIC)
+    lhs: Operand = dataclasses.field(metadata=STATIC)
+    rhs: Operand = dataclasses.field(metadata=STATIC)
+    out_dtype: np.dtype = dataclasses.field(metadata=STATIC)
+    out_sharding: Any = dataclasses.field(default=None, metadata=STATIC)
+    precision: Any = dataclasses.field(default=None, metadata=STATIC)
     """The precision that the caller asks for, as ``lax`` writes it."""
     key: Any = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
@@ -124,17 +123,17 @@ class Contraction:
         """Returns the ``delayed_amax`` of a canonical tensor; for a stack, one for each of its elements."""
         return jax.vmap(delayed_amax)(x) if self.dims[role][0].is_stack else delayed_amax(x)
 
-    def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
-        """Returns one of the three GEMMs: its dtypes, and how it accumulates."""
+    def gemm(self, name: str) -> Gemm:
+        """Returns one of the three GEMMs: what it contracts, its dtypes, and how it accumulates."""
         x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
-        recipe = self.recipe
-        part, lhs, rhs, out = {
-            FORWARD: (recipe.forward, x, w, y),
-            DGRAD: (recipe.dgrad, y, w, x),
-            WGRAD: (recipe.wgrad, x, y, w),
+        recipe, (of_x, of_w, of_g) = self.recipe, (self.dims[role] for role in ROLES)
+        part, dims, dtypes = {
+            FORWARD: (recipe.forward, (of_x[0], of_w[0]), (x, w, y)),
+            DGRAD: (recipe.dgrad, (of_g[0], of_w[1]), (y, w, x)),
+            WGRAD: (recipe.wgrad, (of_x[1], of_g[1]), (x, y, w)),
         }[name]
         accumulation = part.accumulation if self.precision is None else _accumulation_of(self.precision)
-        return Gemm(dims, lhs, rhs, out, accumulation, self.precision, has_barrier=name == FORWARD)
+        return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
 def _accumulation_of(precision: Any) -> str:
@@ -258,12 +257,11 @@ def quantized_twice(
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    given, options = scales.get(role), {}
-    if isinstance(quantizer, NVFP4Quantizer):
-        options = {"on_devices": on_devices} if compute_capability() else {}
-        if quantizer.stochastic_rounding and plan.key is not None:
-            given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    return no_derivative(lambda x, given: quantized(quantizer, x, dims, given, **options))(x, given)
+    given = scales.get(role)
+    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
+        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
+    quantize = lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x  # noqa: E731
+    return no_derivative(quantize)(x, given)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:

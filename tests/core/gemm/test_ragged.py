@@ -28,9 +28,12 @@ QUANTIZERS = {
 }
 
 
+def dims(x, axis):
+    return Dims(3, (1 + axis,), 1, is_stack=True) if x.ndim == 3 else Dims(2, (axis,))
+
+
 def quantized(quantizer, x, axis):
-    stack = Dims(3, (1 + axis,), 1, is_stack=True)
-    return quantizer.quantize(jnp.asarray(x), stack if x.ndim == 3 else Dims(2, (axis,)))
+    return quantizer.quantize(jnp.asarray(x), dims(x, axis))
 
 
 def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
@@ -49,8 +52,8 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
     of_operands, tolerance = np.dtype(jnp.bfloat16), 2e-6 if out_dtype == jnp.float32 else 2**-8
 
     def run(f, contract, a, b):
-        dims = ((contract,), (contract,)), ((), ())
-        program = jax.jit(partial(f, Gemm(dims, of_operands, of_operands, np.dtype(out_dtype))))
+        dtypes = of_operands, of_operands, np.dtype(out_dtype)
+        program = jax.jit(partial(f, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
         out = program(a, b, np.array(sizes))
         assert "kept_wide" not in program.lower(a, b, np.array(sizes)).as_text(debug_info=True)
         assert out.dtype == out_dtype
