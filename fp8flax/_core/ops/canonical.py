@@ -36,6 +36,8 @@ class Layout(NamedTuple):
     """The permutation of its dimensions."""
     canonical: Shape
     """The shape after the permutation and the reshape."""
+    dims: tuple[Dims, ...] = ()
+    """What the first and the second product of the tensor contract."""
 
     def to(self, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
@@ -47,19 +49,10 @@ class Layout(NamedTuple):
         return lax.transpose(permuted, np.argsort(self.order).tolist())
 
 
-class Canonical(NamedTuple):
-    """The canonical form of a contraction."""
-
-    layouts: dict[str, Layout]
-    """The layout of each tensor, by its role, and of the ``"output"``."""
-    dims: dict[str, tuple[Dims, Dims]]
-    """What the first and the second product of each tensor contract, by its role."""
-
-
 def canonical(
     lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int]
-) -> Canonical:
-    """Returns the canonical form of ``lax.dot_general`` of operands of these shapes.
+) -> dict[str, Layout]:
+    """Returns the layout of each tensor of ``lax.dot_general``, by its role, for operands of these shapes.
 
     ``blocks`` are the sizes of blocks that share a scale. M or N is merged to one dimension if its last
     dimension is not a multiple of all of them.
@@ -75,23 +68,21 @@ def canonical(
     )
     rows, columns = _whole_blocks(m, blocks), _whole_blocks(n, blocks)
     k, out = math.prod(lhs[i] for i in lhs_contract), (*batch, *m, *n)
-    result = Layout(out, tuple(range(len(out))), (*batch, *rows, *columns))
-    layouts = {
-        "input": Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)),
-        "kernel": Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)),
-        "output": result,
-        "output_grad": result,
-    }
-
-    # The number of dimensions of each tensor, and which of them each of its two products contracts.
     b, r, c = len(batch), len(rows), len(columns)
-    of_x, of_w, of_g, is_m = b + r + 1, b + 1 + c, b + r + c, tuple(range(b, b + r))
-    dims = {
-        "input": (Dims(of_x, (b + r,), b), Dims(of_x, is_m, b)),
-        "kernel": (Dims(of_w, (b,), b), Dims(of_w, tuple(range(b + 1, of_w)), b)),
-        "output_grad": (Dims(of_g, tuple(range(b + r, of_g)), b), Dims(of_g, is_m, b)),
+
+    def layout(shape: Shape, order: Shape, canonical: Shape, *contracted: range) -> Layout:
+        dims = [Dims(len(canonical), tuple(places), b) for places in contracted]
+        return Layout(shape, order, canonical, tuple(dims))
+
+    # The last two arguments are what the first and the second product contract.
+    of_x = (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)
+    of_w = (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)
+    of_g = tuple(range(len(out))), (*batch, *rows, *columns)
+    return {
+        "input": layout(lhs, *of_x, range(b + r, b + r + 1), range(b, b + r)),
+        "kernel": layout(rhs, *of_w, range(b, b + 1), range(b + 1, b + 1 + c)),
+        "output_grad": layout(out, *of_g, range(b + r, b + r + c), range(b, b + r)),
     }
-    return Canonical(layouts, dims)
 
 
 def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:

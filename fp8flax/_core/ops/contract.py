@@ -93,7 +93,7 @@ class Contraction:
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         """Returns what the first and the second product of each tensor contract, by its role."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Contraction:
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns a tensor in its own shape, given its canonical form."""
+        """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
         del role
         return x
 
@@ -154,7 +154,7 @@ def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: S
     """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
     x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
-        return plan.original("output", plan.product(FORWARD)(x, w))
+        return plan.original("output_grad", plan.product(FORWARD)(x, w))
 
 
 class _Residuals(NamedTuple):
@@ -184,7 +184,7 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) 
     x, kept_x, x_amax = _operand(plan, "input", lhs, scales)
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
     with jax.named_scope(FORWARD):
-        out = plan.original("output", plan.product(FORWARD)(x, w))
+        out = plan.original("output_grad", plan.product(FORWARD)(x, w))
     return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
@@ -90,23 +90,23 @@ class DotContraction(Contraction):
     dimension_numbers: DimensionNumbers = dataclasses.field(metadata=STATIC)
 
     @cached_property
-    def form(self) -> Canonical:
-        """The canonical form of the contraction."""
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each tensor, by its role."""
         blocks = {n for q in self.recipe.quantizers if q and q.block for n in q.block}
         return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
-        return self.form.dims
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
+        return {role: layout.dims for role, layout in self.layouts.items()}
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layouts[role].to(x)
+        return self.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layouts[role].back(x)
+        return self.layouts[role].back(x)
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
-        gemm, order = self.gemm(name), self.form.layouts["kernel"].order
+        gemm, order = self.gemm(name), self.layouts["kernel"].order
         is_in_order = not gemm.lhs.num_batch and order == tuple(range(len(order)))
         return partial(multiply, gemm._replace(is_stored=is_stored and is_in_order))
 
@@ -144,7 +144,7 @@ class DotContraction(Contraction):
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
-        kernel, dims = self.form.layouts["kernel"], self.dims["kernel"][0]
+        kernel, dims = self.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
         if quantizer.block:
             block = dims.block(quantizer.block)
@@ -258,7 +258,6 @@ class DotGeneral(Op):
     plain = staticmethod(lax.dot_general)
     in_fp8 = staticmethod(fp8_dot_general)
     plan = staticmethod(dot_plan)
-    has_form = True
     primitive: ClassVar[str | None] = "dot_general"
     params = ("dimension_numbers", "precision", "preferred_element_type")
     nnx_field = "dot_general"

@@ -121,7 +121,7 @@ class FakeQuantized(Contraction):
         return cls(recipe=recipe, lhs=x, rhs=w, out_dtype=out.dtype, multiply=multiply)
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -161,7 +161,7 @@ def _frozen(plan: Any, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.A
     """Returns the forward product of an input and the kernel of a frozen model."""
     x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output", plan.product(FORWARD, is_stored=True)(x, w))
+        out: jax.Array = plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
     return out
 
 

@@ -40,7 +40,7 @@ class RaggedContraction(Contraction):
     group_sizes: jax.Array
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         rows = Dims(2, (1,)), Dims(2, (0,))
         kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
         return {"input": rows, "kernel": kernel, "output_grad": rows}
