@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
-from fp8flax._core.gemm.kernels.on_shards import on_devices
+from fp8flax._core.gemm.on_shards import on_devices
 from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
 from fp8flax._core.scaling import finite_amax, is_usable

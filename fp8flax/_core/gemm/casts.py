@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
-from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
 from fp8flax._core.quantize import divided, inf_to_nan

@@ -39,8 +39,8 @@ from fp8flax._core.gemm.gpus import (
     is_hopper,
     takes_algorithms,
 )
-from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative

@@ -28,8 +28,8 @@ from fp8flax._core.gemm.gemm import (
     sum_dtype_of,
 )
 from fp8flax._core.gemm.gpus import are_positive, compute_capability, is_hopper, multiplies_on_hopper
-from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.names import DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative

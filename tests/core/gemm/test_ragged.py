@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import ragged
+from fp8flax._core.gemm import ragged, tiled_gemm_hopper
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.gemm.kernels import tiled_gemm_hopper
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, _letters
-from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.qtensor import Dims
 
 E4M3 = jnp.float8_e4m3fn
