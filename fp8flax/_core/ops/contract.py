@@ -43,7 +43,7 @@ from fp8flax._core.names import (
 )
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
+from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -162,7 +162,7 @@ class _Residuals(NamedTuple):
 
     plan: Contraction
     kept: tuple[Any, Any]
-    """Input and kernel, quantized for their products in the backward pass, see ``_named``; or wide."""
+    """Input and kernel, quantized for their products in the backward pass, see ``_operand``; or wide."""
     scales: Scales
     amaxes: dict[str, jax.Array]
     """The amaxes of input and kernel."""
@@ -193,7 +193,7 @@ def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of the plan (None), the operands and the scales."""
     plan, kept, scales, amaxes = residuals
     x, w = (
-        _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x)
+        x.from_bits() if isinstance(x, QTensor) else plan.canonical(role, x)
         for role, x in zip(("input", "kernel"), kept)
     )
     g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
@@ -268,34 +268,18 @@ def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if
-    that operand is wide), and the amax by role.
+    that operand is wide), and the amax by role. The residual is bits, under names for ``jax.checkpoint``.
     """
     first, second, amax = quantized_twice(plan, role, x, scales)
-    kept = _named(role, second) if isinstance(second, QTensor) else None
+    kept = None
+    if isinstance(second, QTensor):
+        bits, name = second.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
+        kept = dataclasses.replace(named_scaling(bits), codes=checkpoint_name(bits.codes, name))
     if first is second and kept is not None:
         # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
         # the saved codes.
-        first = _restored(plan, role, kept, scales)
+        first = kept.from_bits()
     elif role == "kernel" and isinstance(first, QTensor):
-        name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
-        first = jax.tree.map(name, first.as_bits()).from_bits()
+        as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
+        first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)
-
-
-def _named(role: str, operand: QTensor) -> QTensor:
-    """Returns an operand as it is kept for the backward pass: bits, under names for ``jax.checkpoint``.
-
-    A delayed scale is left out, because the op keeps it anyway.
-    """
-    bits, name = operand.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
-    is_delayed = isinstance(operand.quantizer, DelayedQuantizer)
-    scales: Any = named_scaling((None if is_delayed else bits.scale, bits.tensor_scale))
-    codes = checkpoint_name(bits.codes, name)
-    return dataclasses.replace(bits, codes=codes, scale=scales[0], tensor_scale=scales[1])
-
-
-def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
-    """Returns the operand from the form in which ``_named`` has stored it."""
-    if isinstance(kept.quantizer, DelayedQuantizer):
-        kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
-    return kept.from_bits()
