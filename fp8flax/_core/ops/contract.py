@@ -31,7 +31,6 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -232,9 +231,7 @@ def quantized_twice(
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
-        first, second = no_derivative(partial(quantize_blocks, cast))(x)
-        # A GPU makes the codes of square blocks in the order of each product.
-        return first, first if one.serves_both and not compute_capability() else second, {}
+        return *no_derivative(partial(quantize_blocks, cast))(x), {}
     if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
         x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)

@@ -62,7 +62,7 @@ class RaggedContraction(Contraction):
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(self.group_sizes, rows)[-1]
 
     def product(self, name: str) -> Callable[..., jax.Array]:
-        gemm = self.gemm(name)._replace(has_barrier=False)
+        gemm = self.gemm(name)._replace(has_barrier=False)  # XLA fuses what follows inside of the loop
         return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -113,7 +113,6 @@ def fp8_ragged_dot(
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
-        key=key,
     )
     return run(plan, lhs, rhs, states=states)
 
