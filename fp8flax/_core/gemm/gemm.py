@@ -300,24 +300,22 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        def with_batch(x: QTensor, flags: QTensor, place: int) -> QTensor:
-            # If only a key of stochastic rounding is batched, the scale of the tensor is not.
-            x = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags)
-            return _with_batch(x, place)
-
-        # Each row must have scales of its own.
+        # In a free dimension, each row must have scales of its own.
         is_free = not any(jax.tree.leaves(is_batched[1])) and a.quantizer.block[0] == 1
         place, batched = gemm.lhs.num_batch if is_free else 0, gemm._replace(lhs=gemm.lhs.batched(is_free))
+        a = _with_batch(size, is_batched[0], a, place)
         if not is_free:
-            batched, b = batched._replace(rhs=gemm.rhs.batched()), with_batch(b, is_batched[1], 0)
-        return jnp.moveaxis(_blocks(batched, with_batch(a, is_batched[0], place), b), place, 0), True
+            batched, b = batched._replace(rhs=gemm.rhs.batched()), _with_batch(size, is_batched[1], b, 0)
+        return jnp.moveaxis(_blocks(batched, a, b), place, 0), True
 
     out: jax.Array = product(a, b)
     return out
 
 
-def _with_batch(x: QTensor, place: int) -> QTensor:
-    """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
+def _with_batch(size: int, is_batched: QTensor, x: QTensor, place: int) -> QTensor:
+    """Returns an operand in which a batch of ``jax.vmap`` is the dimension ``place``."""
+    # If only a key of stochastic rounding is batched, the scale of the tensor is not.
+    x = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, is_batched)
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
     of_tensor = x.tensor_scale
     if of_tensor is not None:

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
+from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.names import (
@@ -212,7 +212,8 @@ contract.defvjp(_contract_fwd, _contract_bwd)
 def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
     """Returns a cotangent with the dtype and the manual axes of its operand, as JAX requires."""
     # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
-    return sum_to_axes(grad, operand.axes).astype(operand.dtype)
+    excess = tuple(sorted(manual_axes(grad) - operand.axes))
+    return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 
 # Quantizing.
