@@ -63,9 +63,9 @@ class Op:
     sizes: ClassVar[Callable[..., GemmSizes]]
     """``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the matmuls."""
     plan: ClassVar[Callable[..., Contraction] | None] = None
-    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. An op with
-    a plan has the option ``form``, see ``Fp8DotGeneralOp``, and a frozen model stores the FP8 codes of its
-    kernel. The kernel of another op stays wide in a frozen model."""
+    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. An op
+    with a plan has the option ``form``, see ``Fp8DotGeneralOp``, and a frozen model stores the FP8 codes of
+    its kernel. The kernel of another op stays wide in a frozen model."""
     primitive: ClassVar[str | None] = None
     """The JAX primitive that a converted model computes by this op."""
     params: ClassVar[tuple[str, ...]] = ()
