@@ -15,6 +15,7 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _hopper
 from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.qtensor import Dims
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
@@ -305,7 +306,7 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
         height = 1 if scale.shape[1] == codes.shape[1] else 128
         quantizer = fp8.BlockQuantizer(dtype=codes.dtype, block=(height, 128), scale="float32")
         operands.append(fp8.QTensor(codes, scale, quantizer, (1, height, 128)))
-    product = Gemm((((2,), (2,)), ((0,), (0,))), *[np.dtype(out_dtype)] * 3)
+    product = Gemm(Dims(3, (2,), 1), Dims(3, (2,), 1), *[np.dtype(out_dtype)] * 3)
     return _hopper(product, *operands)
 
 

@@ -70,12 +70,6 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [vary(x) for x in arrays]
 
 
-def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Returns the cotangent of a value that varies over ``axes``: ``grad`` summed over its other axes."""
-    excess = manual_axes(grad) - axes
-    return lax.psum(grad, tuple(sorted(excess))) if excess else grad
-
-
 def explicit_axes(x: Any) -> tuple[str, ...]:
     """Returns the names of the explicit axes of the mesh that an array lies on."""
     mesh = jax.typeof(x).sharding.mesh

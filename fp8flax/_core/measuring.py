@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.nvfp4 import rotated
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
 from fp8flax._core.shapes import Float, Float32
@@ -49,7 +50,7 @@ def numbers_of(
     fewer than 2**32 elements.
     """
     if isinstance(quantizer, NVFP4Quantizer):
-        x = quantizer.prepared(x, dims)
+        x = rotated(x, dims.contract[-1]) if quantizer.rotation and dims.contract else x.astype(np.float32)
         quantizer = dataclasses.replace(quantizer, rotation=False)
         delayed_scale = jax.random.key(0)  # any random numbers
     q = quantizer.quantize(x, dims, delayed_scale)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
+from fp8flax._core.gemm.on_shards import on_devices
 from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
 from fp8flax._core.scaling import finite_amax, is_usable
@@ -111,15 +111,13 @@ def quantized(
     block: tuple[int, ...],
     rotate: int | None = None,
     bits: UInt8[jax.Array, "*dims"] | None = None,
-    on_devices: Callable[..., Any] = lambda f, *letters: f,
 ) -> tuple[Any, Any, Any]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
     The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
     or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
     largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
-    random bits. ``rotate`` is the axis along which ``x`` is rotated before. ``on_devices`` is that of
-    ``casts``: it wraps each of the two passes over the tensor.
+    random bits. ``rotate`` is the axis along which ``x`` is rotated before.
 
     Source: arXiv:2509.25149; Transformer Engine, ``NVFP4BlockScaling``.
     """

@@ -60,7 +60,8 @@ def _cast(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> j
 def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
     """Returns ``result``, an array or several; the "gradient" of ``scale`` is the amax of ``inp``."""
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return on_cotangent(lambda g, scale_and_amax: (g, (scale_and_amax[1], None)), result, (scale, amax))
+    # The cotangent of the scale is the amax; the amax itself has none.
+    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax))
 
 
 def in_qdq_with_scale(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,16 +44,34 @@ class Dims(NamedTuple):
         """Returns all dimensions: batch, free, contracted."""
         return (*range(self.num_batch), *self.free, *self.contract)
 
+    def block(self, rows_and_columns: tuple[int, int]) -> tuple[int, ...]:
+        """Returns the number of elements along each dimension of a block that shares a scale.
+
+        The columns of a block run along the last contracted dimension, its rows along the last free one. If
+        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
+        multiple of the block, which ``canonical`` takes care of.
+        """
+        block = [1] * self.ndim
+        for places, size in zip((self.free, self.contract), rows_and_columns):
+            if places:
+                block[places[-1]] = size
+        return tuple(block)
+
+    def batched(self, is_free: bool = False) -> Dims:
+        """Returns the dimensions after ``jax.vmap`` adds a batch dimension, or the first free dimension."""
+        contract = tuple(i + 1 for i in self.contract)
+        return Dims(self.ndim + 1, contract, self.num_batch + (not is_free), self.is_stack)
+
     def as_scale(self, scale: jax.Array) -> jax.Array:
         """Returns a given scale as a scalar, or the scales of a stack so that they broadcast with it."""
         return scale.reshape((-1, *(1,) * (self.ndim - 1)) if self.is_stack else ())
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "tensor_scale"],
-    meta_fields=["quantizer", "block"],
-)
+STATIC = {"static": True}
+"""The metadata of a field that belongs to the structure of a tree, and is not a leaf."""
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
@@ -72,8 +89,8 @@ class QTensor:
 
     codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]
     scale: Shaped[jax.Array, "*scale"]
-    quantizer: Any
-    block: tuple[int, ...] = ()
+    quantizer: Any = dataclasses.field(metadata=STATIC)
+    block: tuple[int, ...] = dataclasses.field(default=(), metadata=STATIC)
     tensor_scale: jax.Array | None = None
 
     @property

@@ -14,8 +14,8 @@ from jax import lax
 from fp8flax._core import nvfp4
 from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.qtensor import Dims, QTensor, dequantized, join_blocks, split_blocks
-from fp8flax._core.quantize import quantize, quotient, saturated, straight_through
+from fp8flax._core.qtensor import Dims, QTensor, join_blocks, split_blocks
+from fp8flax._core.quantize import quantize, quotient, saturated
 from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
 from fp8flax._core.shapes import Float
 
@@ -27,7 +27,15 @@ class Quantizer:
 
     dtype: Any
     """The FP8 dtype of the codes."""
-    # ``Any``, where a subclass defines a property.
+    # ``Any``, where a subclass defines a field or a property.
+    block: Any = None
+    """With scales per block the ``(rows, columns)`` of a block, see ``BlockQuantizer``; None otherwise."""
+    scale_dtype: ClassVar[Any] = None
+    """The dtype of scales of one byte."""
+    unit_columns: ClassVar[int]
+    """The columns that share a scale where Blackwell multiplies operands with scales per block."""
+    is_exact_in_bfloat16: ClassVar[Any]
+    """Whether bfloat16 holds the product of any code and the scale of its block."""
     has_one_scale: ClassVar[Any] = False
     """Whether a tensor has one scale, regardless of the contracted dimensions."""
     scale_columns: ClassVar[Any] = None
@@ -156,33 +164,8 @@ class CurrentQuantizer(Quantizer):
         return QTensor(quantize(x, self.dtype, new_scale), new_scale, self)
 
 
-class InBlocks(Quantizer):
-    """Base class of the quantizers with one scale per block; see ``BlockQuantizer``."""
-
-    block: Any
-    scale_dtype: ClassVar[Any]
-    """The dtype of scales of one byte."""
-    unit_columns: ClassVar[int]
-    """The columns that share a scale where Blackwell multiplies such operands."""
-    is_exact_in_bfloat16: ClassVar[Any]
-    """Whether bfloat16 holds the product of any code and the scale of its block."""
-
-    def block_of(self, dims: Dims) -> tuple[int, ...]:
-        """Returns the number of elements per block along each dimension of a tensor.
-
-        The columns of a block run along the last contracted dimension, its rows along the last free one. If
-        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
-        multiple of the block, which ``canonical`` takes care of.
-        """
-        block = [1] * dims.ndim
-        for places, size in ((dims.free, self.block[0]), (dims.contract, self.block[1])):
-            if places:
-                block[places[-1]] = size
-        return tuple(block)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockQuantizer(InBlocks):
+class BlockQuantizer(Quantizer):
     """Quantizer with one scale per block of the tensor, seen as a matrix.
 
     The rows of the matrix are the free dimensions of the operand; its columns are the contracted
@@ -253,7 +236,7 @@ class BlockQuantizer(InBlocks):
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         del scale
-        block = self.block_of(dims)
+        block = dims.block(self.block)
         blocks, within = split_blocks(x, block)
         values, new_scale = self.scaled(blocks.astype(jnp.float32), finite_amax(blocks, within), quotient)
         if self.scale == "e8m0":
@@ -278,7 +261,7 @@ class BlockQuantizer(InBlocks):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NVFP4Quantizer(InBlocks):
+class NVFP4Quantizer(Quantizer):
     """Quantizer to NVFP4: 4-bit codes, a scale in e4m3 per block, and a float32 scale per tensor.
 
     ``x ≈ code * block_scale * tensor_scale``, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
@@ -329,34 +312,10 @@ class NVFP4Quantizer(InBlocks):
     def serves_both(self) -> bool:
         return self.block[0] > 1 and not self.stochastic_rounding
 
-    def prepared(self, x: Float[jax.Array, "*dims"], dims: Dims) -> Float[jax.Array, "*padded"]:
-        """Returns the float32 values that codes and scales stand for: rotated, or as they are."""
-        is_rotated = self.rotation and dims.contract
-        return nvfp4.rotated(x, dims.contract[-1]) if is_rotated else x.astype(jnp.float32)
-
-    def quantize(
-        self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None, **options: Any
-    ) -> QTensor:
-        """Quantizes an operand; the options are those of ``nvfp4.quantized``."""
-        block = self.block_of(dims)
+    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+        block = dims.block(self.block)
         axis = dims.contract[-1] if self.rotation and dims.contract else None
         x = x if axis is None else nvfp4.filled(x, axis)
         bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
-        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits, **options)
+        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
         return QTensor(codes, block_scale, self, block, tensor_scale)
-
-
-def quantized(
-    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any, **options: Any
-) -> Any:
-    """Quantizes ``x`` for one GEMM and returns the ``QTensor``; returns ``x`` if the quantizer is None."""
-    return x if quantizer is None else quantizer.quantize(x, dims, scale, **options)
-
-
-def quantized_and_back(
-    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any
-) -> Float[jax.Array, "*dims"]:
-    """Returns ``dequantized(quantized(…))``; the derivative is that of the identity."""
-    return straight_through(
-        lambda x, scale: dequantized(quantized(quantizer, x, dims, scale), x.dtype), x, scale
-    )

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, InBlocks, NVFP4Quantizer
+from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._serve.checkpoints import DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
@@ -223,7 +223,7 @@ def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple
         _, weight = names_of((PARAMS, *op.kernel))
         quantizer: Any = op.gemms.forward.rhs
         end, scale = "_scale", ((0,),) if quantizer.has_one_scale else op.layout
-        if isinstance(quantizer, InBlocks):  # scales per block have a batch dimension of size 1
+        if quantizer.block:  # scales per block have a batch dimension of size 1
             end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
         packed = "_packed" * isinstance(quantizer, NVFP4Quantizer)
         found[PARAMS, *op.kernel] = weight + packed, op.layout

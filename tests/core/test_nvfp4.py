@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import fp8flax as fp8
 from fp8flax._core import nvfp4
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, multiply
+from fp8flax._core.measuring import numbers_of
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims, QTensor
 from tests import reference_recipes
@@ -104,7 +105,7 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
     same(products.astype(np.float64), np.outer(GRID, scales))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer().quantize, dims=Dims(2, (1,))))
     a, b = (dataclasses.replace(quantize(x), tensor_scale=None) for x in (X, W))
-    gemm = Gemm((((1,), (1,)), ((), ())), *[np.dtype(np.float32)] * 3)
+    gemm = Gemm(Dims(2, (1,)), Dims(2, (1,)), *[np.dtype(np.float32)] * 3)
     close(*(jax.jit(partial(run, gemm))(a, b) for run in (_in_bfloat16, multiply)))
 
 
@@ -120,6 +121,9 @@ def test_rotation():
     amax = jax.jit(partial(nvfp4.amax_of_rotated, axis=1))(padded.reshape(3, 48, 5))
     close(amax, np.abs(expected).max(2))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer(rotation=True).quantize, dims=Dims(3, (1,))))
+    plain, dims = fp8.NVFP4Quantizer(), Dims(3, (1,))
+    of_rotated = numbers_of(plain, dims, nvfp4.rotated(x, 1))
+    close(numbers_of(dataclasses.replace(plain, rotation=True), dims, x), of_rotated)
     q = quantize(x.at[0, 17, 2].set(jnp.inf))
     same(np.argwhere(np.isnan(DEQUANTIZE(q, "float32"))), [(0, i, 2) for i in range(16, 32)])
 

@@ -57,32 +57,22 @@ def assert_same_quantized(actual, codes, scale):
     np.testing.assert_array_equal(actual.scale, scale)
 
 
-WAYS = [
-    *((name, "e4m3, rows") for name in QUANTIZERS),
-    *((name, "e5m2, columns") for name in ("axiswise", "MX, floor", "128x128, float32")),
+ODD, BLOCKS = (131, 70), "128x128, float32"
+CASES = [
+    *((name, E4M3, 1, ODD) for name in QUANTIZERS),
+    *((name, E5M2, 0, ODD) for name in ("axiswise", "MX, floor", BLOCKS)),
+    *((name, E4M3, axis, (1, 33)) for name in ("axiswise", "MX", BLOCKS) for axis in (0, 1)),
+    *((name, E4M3, axis, (0, 5)) for name in ("axiswise", "MX", BLOCKS) for axis in (0, 1)),
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_codes_and_scales(name, way):
-    """Both orientations, of odd sizes that no block divides."""
-    dtype, contract = (E4M3, 1) if way == "e4m3, rows" else (E5M2, 0)
+@pytest.mark.parametrize(("name", "dtype", "contract", "shape"), CASES, ids=str)
+def test_codes_and_scales(name, dtype, contract, shape):
+    """Both orientations, of odd sizes that no block divides, small ones and empty ones."""
     quantizer = QUANTIZERS[name](dtype)
     quantize = jax.jit(lambda x: quantizer.quantize(x, Dims(2, (contract,))))
-    for x in reference_recipes.tensors((131, 70), 0).values():
+    for x in reference_recipes.tensors(shape, 0).values():
         assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
-
-
-@pytest.mark.parametrize("shape", [(1, 33), (0, 5)], ids=str)
-@pytest.mark.parametrize("name", ["axiswise", "MX", "128x128, float32"])
-def test_small_and_empty_shapes(name, shape):
-    """Contracted along each dimension, so the transposed shapes too."""
-    quantizer = QUANTIZERS[name](E4M3)
-    for contract in (0, 1):
-        dims = Dims(2, (contract,))
-        quantize = jax.jit(lambda x, dims=dims: quantizer.quantize(x, dims))
-        for x in reference_recipes.tensors(shape, 0).values():
-            assert_same_quantized(quantize(x), *codes_and_scales(quantizer, x, contract))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``traced_once``: equal layers are traced once, and arguments pass through unchanged."""
+"""Equal layers are traced once."""
 
 import re
 

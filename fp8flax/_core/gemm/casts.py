@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,34 +17,13 @@ from jax.custom_batching import custom_vmap
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
-from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
 from fp8flax._core.quantize import divided, inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
 Pair = tuple[QTensor, QTensor]
-
-
-def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> Callable[..., Any]:
-    """Returns ``f``, a function of arrays with these letters, so that each GPU computes its part.
-
-    See ``on_shards``. XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it
-    is ``jax.vmap`` of ``f``.
-    """
-
-    @custom_vmap
-    def run(*args: jax.Array) -> Any:
-        of_parts = on_shards(f, operands[: len(args)], results)
-        return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
-
-    @run.def_vmap
-    def _(size: int, is_batched: Any, *args: jax.Array) -> Any:
-        del size
-        made = jax.vmap(f, [0 if has_batch else None for has_batch in is_batched])(*args)
-        return made, jax.tree.map(lambda _: True, made)
-
-    return run
 
 
 class Cast(NamedTuple):
@@ -82,9 +60,7 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
     @quantize.def_vmap
     def _(size: int, is_batched: Any, x: jax.Array) -> Any:
         del size, is_batched
-        ndim, contract, num_batch, is_stack = cast.first
-        first = Dims(ndim + 1, tuple(i + 1 for i in contract), num_batch + 1, is_stack)
-        made = quantize_blocks(cast._replace(first=first), x)
+        made = quantize_blocks(cast._replace(first=cast.first.batched()), x)
         # The blocks are those of one tensor of the batch.
         pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)
         return pair, jax.tree.map(lambda _: True, pair)
@@ -143,7 +119,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
     def tensor(dims: Dims, codes: jax.Array, scale: jax.Array) -> QTensor:
         """Returns the tensor for a GEMM from the padded matrices."""
-        block = quantizer.block_of(dims)
+        block = dims.block(quantizer.block)
         blocks = tuple(-(-size // width) for size, width in zip(x.shape, block))
         _, num_rows, num_columns = cast.matrix(blocks)
         codes, scale = codes[:, :rows, :columns], scale[:, :num_rows, :num_columns]

@@ -27,7 +27,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import row_major, unless_partitioned
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.formats import E5M2, OCP_DTYPES
+from fp8flax._core.formats import E5M2
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
@@ -35,14 +35,13 @@ from fp8flax._core.gemm.gpus import (
     are_positive,
     compute_capability,
     fits_kernels,
-    has_units_for_blocks,
+    has_units,
     is_hopper,
     takes_algorithms,
 )
-from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED, KEPT_WIDE
-from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
 from fp8flax._core.scaling import apply_scales
@@ -61,8 +60,10 @@ AnyTensor = QTensor | jax.Array
 class Gemm(NamedTuple):
     """One GEMM (hashable): what is contracted, and how the result is made."""
 
-    dims: DimensionNumbers
-    """As for ``lax.dot_general``. The batch dimensions are the first ones of both operands."""
+    lhs: Dims
+    """What is contracted of the left operand."""
+    rhs: Dims
+    """What is contracted of the right operand, in the order of the left one."""
     lhs_dtype: np.dtype
     """The dtype of the left operand before it was quantized."""
     rhs_dtype: np.dtype
@@ -76,25 +77,12 @@ class Gemm(NamedTuple):
     is_stored: bool = False
     """Whether the right operand is a frozen kernel, which is stored in the order of its dimensions."""
 
-    @property
-    def num_batch(self) -> int:
-        """Returns the number of batch dimensions."""
-        return len(self.dims[1][0])
-
-    def lhs(self, a: Any) -> Dims:
-        """Returns which dimensions of the left operand are contracted."""
-        return Dims(a.ndim, tuple(self.dims[0][0]), self.num_batch)
-
-    def rhs(self, b: Any) -> Dims:
-        """Returns which dimensions of the right operand are contracted."""
-        return Dims(b.ndim, tuple(self.dims[0][1]), self.num_batch)
-
     def sizes(self, a: Any, b: Any) -> tuple[int, int, int]:
         """Returns M, K and N of one matrix product of the batch."""
         return (
-            math.prod(a.shape[i] for i in self.lhs(a).free),
-            math.prod(a.shape[i] for i in self.lhs(a).contract),
-            math.prod(b.shape[i] for i in self.rhs(b).free),
+            math.prod(a.shape[i] for i in self.lhs.free),
+            math.prod(a.shape[i] for i in self.lhs.contract),
+            math.prod(b.shape[i] for i in self.rhs.free),
         )
 
 
@@ -133,7 +121,7 @@ def multiply_wide(scope: str, gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Arr
             # multiplied by the scales first, XLA would write the wide kernel to memory.
             wide = sum_dtype_of(a.dtype, gemm.out_dtype)
             out = dot(a, b.codes.astype(a.dtype), wide)
-            scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+            scale = _as_result(b, gemm.rhs, out.ndim, is_left=False)
             return (out * scale.astype(wide)).astype(gemm.out_dtype)
         return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
 
@@ -158,7 +146,9 @@ def _dot(
     gemm: Gemm, a: jax.Array, b: jax.Array, dtype: Any, precision: Any = lax.Precision.DEFAULT
 ) -> jax.Array:
     """Returns ``lax.dot_general`` of two arrays, in ``dtype``."""
-    return lax.dot_general(a, b, gemm.dims, precision, preferred_element_type=dtype)
+    batch = tuple(range(gemm.lhs.num_batch))
+    dims = (gemm.lhs.contract, gemm.rhs.contract), (batch, batch)
+    return lax.dot_general(a, b, dims, precision, preferred_element_type=dtype)
 
 
 def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
@@ -166,8 +156,8 @@ def _scaled(gemm: Gemm, out: jax.Array, a: QTensor, b: QTensor) -> jax.Array:
 
     With scales per block, ``out`` is the product of codes and these scales.
     """
-    a_scale = _as_result(a, gemm.lhs(a), out.ndim, is_left=True)
-    b_scale = _as_result(b, gemm.rhs(b), out.ndim, is_left=False)
+    a_scale = _as_result(a, gemm.lhs, out.ndim, is_left=True)
+    b_scale = _as_result(b, gemm.rhs, out.ndim, is_left=False)
     # XLA would multiply constant scales (of a closed-over model) with each other, and could overflow.
     a_scale, b_scale = (x if x.ndim else lax.optimization_barrier(x) for x in (a_scale, b_scale))
     if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
@@ -214,8 +204,8 @@ def _of_codes(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
     capability = compute_capability()  # 0: the GPU is unknown
     sizes = rows, depth, columns = gemm.sizes(a, b)
     is_tiny = are_positive(sizes) and (rows + columns) * depth < _TINY
-    has_units = {a.codes.dtype, b.codes.dtype} <= OCP_DTYPES and not 0 < capability < NATIVE_FP8
-    if not has_units or is_tiny:
+    is_fp8 = has_units(a.quantizer, b.quantizer, capability) and not 0 < capability < NATIVE_FP8
+    if not is_fp8 or is_tiny:
         return _emulated
     keeps_layout = gemm.is_stored and gemm.accumulation == "fast" and is_hopper(capability)
     fits_cublaslt = (
@@ -275,9 +265,9 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     algorithm, precision = _ALGORITHMS[gemm.accumulation]
     has_algorithms = absent_gpu() is None or takes_algorithms[0]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
-    is_plain = gemm.dims == (((1,), (0,)), ((), ())) and are_positive(sizes)
+    is_plain = (gemm.lhs, gemm.rhs) == (Dims(2, (1,)), Dims(2, (0,))) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
-        left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(dims=(((2,), (0,)), ((), ())))
+        left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(lhs=Dims(3, (2,)))
     with jax.named_scope(CUBLASLT):
         out = _dot(gemm, left, row_major(b.codes), dtype, algorithm if has_algorithms else precision)
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
@@ -310,30 +300,22 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
-        (contract_a, contract_b), (batch, _) = gemm.dims
-        place = gemm.num_batch
-
-        def batched(x: QTensor, flags: QTensor) -> QTensor:
-            # If only a key of stochastic rounding is batched, the scale of the tensor is not.
-            return jax.tree.map(
-                lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, flags
-            )
-
-        a = batched(a, is_batched[0])
-        if any(jax.tree.leaves(is_batched[1])) or a.quantizer.block[0] > 1:
-            # Otherwise each row has its own scales.
-            b = _with_batch(batched(b, is_batched[1]), 0)
-            place, batch = 0, (*batch, len(batch))
-            contract_b = tuple(i + 1 for i in contract_b)
-        dims = (tuple(i + 1 for i in contract_a), contract_b), (batch, batch)
-        return jnp.moveaxis(_blocks(gemm._replace(dims=dims), _with_batch(a, place), b), place, 0), True
+        # In a free dimension, each row must have scales of its own.
+        is_free = not any(jax.tree.leaves(is_batched[1])) and a.quantizer.block[0] == 1
+        place, batched = gemm.lhs.num_batch if is_free else 0, gemm._replace(lhs=gemm.lhs.batched(is_free))
+        a = _with_batch(size, is_batched[0], a, place)
+        if not is_free:
+            batched, b = batched._replace(rhs=gemm.rhs.batched()), _with_batch(size, is_batched[1], b, 0)
+        return jnp.moveaxis(_blocks(batched, a, b), place, 0), True
 
     out: jax.Array = product(a, b)
     return out
 
 
-def _with_batch(x: QTensor, place: int) -> QTensor:
-    """Returns an operand whose first dimension, a batch of ``jax.vmap``, becomes dimension ``place``."""
+def _with_batch(size: int, is_batched: QTensor, x: QTensor, place: int) -> QTensor:
+    """Returns an operand in which a batch of ``jax.vmap`` is the dimension ``place``."""
+    # If only a key of stochastic rounding is batched, the scale of the tensor is not.
+    x = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), x, is_batched)
     codes, scale = (jnp.moveaxis(array, 0, place) for array in (x.codes, x.scale))
     of_tensor = x.tensor_scale
     if of_tensor is not None:
@@ -370,18 +352,18 @@ def _letters(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[tuple[str, str], str]:
     """Returns a letter for each dimension of the operands and of the result, see ``on_shards``."""
     letters = iter(string.ascii_lowercase)
     of_a = [next(letters) for _ in a.shape]
-    (contract_a, contract_b), (batch_a, batch_b) = gemm.dims
-    partners = dict(zip((*batch_b, *contract_b), (*batch_a, *contract_a), strict=True))
+    batch = range(gemm.lhs.num_batch)
+    partners = dict(zip((*batch, *gemm.rhs.contract), (*batch, *gemm.lhs.contract), strict=True))
     of_b = [of_a[partners[i]] if i in partners else next(letters) for i in range(b.ndim)]
-    out = [*(of_a[i] for i in (*batch_a, *gemm.lhs(a).free)), *(of_b[i] for i in gemm.rhs(b).free)]
+    out = [*(of_a[i] for i in (*batch, *gemm.lhs.free)), *(of_b[i] for i in gemm.rhs.free)]
     return ("".join(of_a), "".join(of_b)), "".join(out)
 
 
 def _on_one_gpu(gemm: Gemm, a: QTensor, b: QTensor) -> Callable[..., jax.Array]:
     """Returns the function by which one NVIDIA GPU multiplies operands with scales per block."""
     capability, sizes = compute_capability(), gemm.sizes(a, b)
-    batch = a.shape[: gemm.num_batch]
-    if not (are_positive((*batch, *sizes)) and has_units_for_blocks(a.quantizer, b.quantizer, capability)):
+    batch = a.shape[: gemm.lhs.num_batch]
+    if not (are_positive((*batch, *sizes)) and has_units(a.quantizer, b.quantizer, capability)):
         return _in_bfloat16
     if capability >= NATIVE_MX:
         return _blackwell
@@ -404,7 +386,7 @@ def _blackwell(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         scale = jnp.repeat(scale.astype(x.quantizer.scale_dtype), height, axis=1)
         return codes, jnp.repeat(scale, x.quantizer.block[1] // x.quantizer.unit_columns, axis=2)
 
-    (left, left_scale), (right, right_scale) = operand(a, gemm.lhs(a)), operand(b, gemm.rhs(b))
+    (left, left_scale), (right, right_scale) = operand(a, gemm.lhs), operand(b, gemm.rhs)
     dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
     out = jax.nn.scaled_matmul(left, right, left_scale, right_scale, preferred_element_type=dtype)
     # The result of jax.nn.scaled_matmul lacks the axes of jax.shard_map that the operands vary over.
@@ -428,9 +410,9 @@ def _hopper(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         # The blocks come first, because the kernel fetches the scales of the rows of a block.
         return codes.reshape(-1, depth), jnp.moveaxis(scale, 2, 0).reshape(depth // BLOCK, -1)
 
-    left, left_scale = operand(a, gemm.lhs(a), is_right=False)
-    right, right_scale = operand(b, gemm.rhs(b), is_right=True)
-    num_matrices = math.prod(a.shape[: gemm.num_batch])
+    left, left_scale = operand(a, gemm.lhs, is_right=False)
+    right, right_scale = operand(b, gemm.rhs, is_right=True)
+    num_matrices = math.prod(a.shape[: gemm.lhs.num_batch])
     rows, columns = (x.shape[0] // num_matrices for x in (left, right))
 
     def block(t: Any, b: Any) -> Block:
@@ -472,6 +454,6 @@ def _as_matrices(x: QTensor, dims: Dims) -> tuple[jax.Array, jax.Array, int]:
 def _from_matrices(gemm: Gemm, a: QTensor, b: QTensor, out: jax.Array) -> jax.Array:
     """Returns the result of a GEMM, from the product ``(batch, rows, columns)`` of padded matrices."""
     rows, _, columns = gemm.sizes(a, b)
-    free = (*(a.shape[i] for i in gemm.lhs(a).free), *(b.shape[i] for i in gemm.rhs(b).free))
-    shape = *a.shape[: gemm.num_batch], *free
+    free = (*(a.shape[i] for i in gemm.lhs.free), *(b.shape[i] for i in gemm.rhs.free))
+    shape = *a.shape[: gemm.lhs.num_batch], *free
     return out[:, :rows, :columns].reshape(shape).astype(gemm.out_dtype)

@@ -1,4 +1,4 @@
-"""The table of known GPUs, the GPU that a program is compiled for, and the recipes that it runs in FP8."""
+"""The table of known GPUs, the GPU that a program is compiled for, and what it multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import jax
 
 from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.qtensor import BLOCK
-from fp8flax._core.quantizers import InBlocks
-from fp8flax._core.recipes import GemmRecipe
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
@@ -204,7 +202,7 @@ def is_hopper(capability: float) -> bool:
     return HOPPER <= capability < NATIVE_MX
 
 
-# What our GPU kernels take, and which recipes run in FP8 units.
+# What our GPU kernels take, and what runs in FP8 units.
 
 
 def are_positive(sizes: Iterable[int]) -> bool:
@@ -223,13 +221,15 @@ def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
     return {lhs, rhs} <= OCP_DTYPES and (lhs == rhs or jax.__version_info__ >= (0, 11))
 
 
-def has_units_for_blocks(lhs: InBlocks, rhs: InBlocks, capability: float) -> bool:
-    """Returns whether a GPU multiplies operands with scales per block in its units, if the shapes fit.
+def has_units(lhs: Any, rhs: Any, capability: float) -> bool:
+    """Returns whether a GPU with FP8 units multiplies codes of two quantizers in them, if the shapes fit.
 
     Blackwell has units for NVFP4, and for scales that are powers of two, in blocks of equal width, but not
     for e5m2 times e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128
     columns.
     """
+    if lhs.block is None or rhs.block is None:
+        return lhs.block == rhs.block and {lhs.dtype, rhs.dtype} <= OCP_DTYPES
     if capability >= NATIVE_MX:
         is_exact = lhs.is_exact_in_bfloat16 and rhs.is_exact_in_bfloat16
         is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % lhs.unit_columns == 0
@@ -239,19 +239,8 @@ def has_units_for_blocks(lhs: InBlocks, rhs: InBlocks, capability: float) -> boo
     return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
 
 
-def _has_units(gemm: GemmRecipe, capability: float) -> bool:
-    """Returns whether a GPU with FP8 units multiplies in them, or the recipe keeps an operand wide."""
-    lhs, rhs = gemm.lhs, gemm.rhs
-    if lhs is None or rhs is None:
-        return True
-    if isinstance(lhs, InBlocks) and isinstance(rhs, InBlocks):
-        return has_units_for_blocks(lhs, rhs, capability)
-    has_blocks = isinstance(lhs, InBlocks) or isinstance(rhs, InBlocks)
-    return not has_blocks and {lhs.dtype, rhs.dtype} <= OCP_DTYPES
-
-
-def warn_if_emulated(*recipes: GemmRecipe) -> None:
-    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
+def warn_if_emulated(*recipes: Any) -> None:
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these ``GemmRecipe``."""
     if absent_gpu() is not None:
         return
     capability, kind = compute_capability(), jax.devices()[0].device_kind
@@ -260,7 +249,7 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif not all(_has_units(one, capability) for one in recipes):
+    elif not all(has_units(one.lhs, one.rhs, capability) for one in recipes if one.lhs and one.rhs):
         text = (
             f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."

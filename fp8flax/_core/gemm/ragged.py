@@ -28,10 +28,10 @@ from fp8flax._core.gemm.gemm import (
     sum_dtype_of,
 )
 from fp8flax._core.gemm.gpus import are_positive, compute_capability, is_hopper, multiplies_on_hopper
-from fp8flax._core.gemm.kernels.on_shards import on_shards
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Block, tiled_gemm
+from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm.tiled_gemm_hopper import Block, tiled_gemm
 from fp8flax._core.names import DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
-from fp8flax._core.qtensor import BLOCK, TILE, QTensor, dequantized, padded, round_up
+from fp8flax._core.qtensor import BLOCK, TILE, Dims, QTensor, dequantized, padded, round_up
 from fp8flax._core.quantize import no_derivative
 
 
@@ -43,9 +43,8 @@ def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Arr
     ``(rows, columns)``, the outer products of the rows of ``a`` and ``b`` are summed for each expert, with
     the result ``(experts, depth, columns)``.
 
-    ``gemm`` is the product of a tile of rows and one kernel, which is ``(depth, columns)`` or
-    ``(columns, depth)``, or of two tiles of rows. Its ``out_dtype`` is the dtype of the result. Under
-    ``jax.vmap`` the batch runs in a loop.
+    The kernels are ``(experts, depth, columns)`` or ``(experts, columns, depth)``, as ``gemm`` says. Its
+    ``out_dtype`` is the dtype of the result. Under ``jax.vmap`` the batch runs in a loop.
     """
     run = no_derivative(sequential_vmap(partial(_multiply, gemm)))
     out: jax.Array = run(a, b, group_sizes)
@@ -57,13 +56,14 @@ def _columns_first(gemm: Gemm, kernels: AnyTensor) -> tuple[Gemm, Any]:
 
     Also returns the GEMM of a tile and such a kernel.
     """
-    if gemm.dims[0][1] == (1,):
-        return gemm, kernels
+    of_tile = gemm._replace(rhs=Dims(2, (1,)))
+    if gemm.rhs.contract == (2,):
+        return of_tile, kernels
     swapped = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
     if isinstance(swapped, QTensor) and swapped.block:
         stack, depth, columns = swapped.block
         swapped = dataclasses.replace(swapped, block=(stack, columns, depth))
-    return gemm._replace(dims=(((1,), (1,)), ((), ()))), swapped
+    return of_tile, swapped
 
 
 def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) ->
 
     def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows m, depth k and columns n may be split, but not the experts.
-        kernels = "-kn" if gemm.dims[0][1] == (0,) else "-nk"
+        kernels = "-kn" if gemm.rhs.contract == (1,) else "-nk"
         operands, result = (("mk", "mn"), "-kn") if is_sum else (("mk", kernels), "mn")
         run = on_shards(of_part, (*operands, "-", "M"), result, name)
         out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))

@@ -12,14 +12,13 @@ split each of them. Then there are exactly three products, and none of their res
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
-from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.qtensor import Dims
 
 Shape = tuple[int, ...]
@@ -37,6 +36,8 @@ class Layout(NamedTuple):
     """The permutation of its dimensions."""
     canonical: Shape
     """The shape after the permutation and the reshape."""
+    dims: tuple[Dims, ...] = ()
+    """What the first and the second product of the tensor contract."""
 
     def to(self, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
@@ -48,21 +49,10 @@ class Layout(NamedTuple):
         return lax.transpose(permuted, np.argsort(self.order).tolist())
 
 
-class Canonical(NamedTuple):
-    """The canonical form of a contraction."""
-
-    layouts: dict[str, Layout]
-    """The layout of each tensor, by its role, and of the ``"output"``."""
-    dims: dict[str, tuple[Dims, Dims]]
-    """What the first and the second product of each tensor contract, by its role."""
-    products: Mapping[str, DimensionNumbers]
-    """The dimension numbers of each of the three products."""
-
-
 def canonical(
     lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, blocks: Sequence[int]
-) -> Canonical:
-    """Returns the canonical form of ``lax.dot_general`` of operands of these shapes.
+) -> dict[str, Layout]:
+    """Returns the layout of each tensor of ``lax.dot_general``, by its role, for operands of these shapes.
 
     ``blocks`` are the sizes of blocks that share a scale. M or N is merged to one dimension if its last
     dimension is not a multiple of all of them.
@@ -78,26 +68,21 @@ def canonical(
     )
     rows, columns = _whole_blocks(m, blocks), _whole_blocks(n, blocks)
     k, out = math.prod(lhs[i] for i in lhs_contract), (*batch, *m, *n)
-    result = Layout(out, tuple(range(len(out))), (*batch, *rows, *columns))
-    layouts = {
-        "input": Layout(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)),
-        "kernel": Layout(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)),
-        "output": result,
-        "output_grad": result,
-    }
-
-    def dims(role: str, first: range, second: range) -> tuple[Dims, Dims]:
-        ndim = len(layouts[role].canonical)
-        return Dims(ndim, tuple(first), b), Dims(ndim, tuple(second), b)
-
     b, r, c = len(batch), len(rows), len(columns)
-    x = dims("input", range(b + r, b + r + 1), range(b, b + r))
-    kernel = dims("kernel", range(b, b + 1), range(b + 1, b + 1 + c))
-    g = dims("output_grad", range(b + r, b + r + c), range(b, b + r))
-    pairs = {FORWARD: (x[0], kernel[0]), DGRAD: (g[0], kernel[1]), WGRAD: (x[1], g[1])}
-    both = (tuple(range(b)),) * 2
-    products = {name: ((lhs.contract, rhs.contract), both) for name, (lhs, rhs) in pairs.items()}
-    return Canonical(layouts, {"input": x, "kernel": kernel, "output_grad": g}, products)
+
+    def layout(shape: Shape, order: Shape, canonical: Shape, *contracted: range) -> Layout:
+        dims = [Dims(len(canonical), tuple(places), b) for places in contracted]
+        return Layout(shape, order, canonical, tuple(dims))
+
+    # The last two arguments are what the first and the second product contract.
+    of_x = (*lhs_batch, *lhs_free, *lhs_contract), (*batch, *rows, k)
+    of_w = (*rhs_batch, *rhs_contract, *rhs_free), (*batch, k, *columns)
+    of_g = tuple(range(len(out))), (*batch, *rows, *columns)
+    return {
+        "input": layout(lhs, *of_x, range(b + r, b + r + 1), range(b, b + r)),
+        "kernel": layout(rhs, *of_w, range(b, b + 1), range(b + 1, b + 1 + c)),
+        "output_grad": layout(out, *of_g, range(b + r, b + r + c), range(b, b + r)),
+    }
 
 
 def _whole_blocks(sizes: Shape, blocks: Sequence[int]) -> Shape:

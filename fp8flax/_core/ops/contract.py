@@ -28,10 +28,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._core.axes import manual_axes, merge_amax, sum_to_axes
-from fp8flax._core.gemm.casts import Cast, on_devices, quantize_blocks
+from fp8flax._core.axes import manual_axes, merge_amax
+from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -41,10 +40,9 @@ from fp8flax._core.names import (
     ROLES,
     WGRAD,
 )
-from fp8flax._core.ops.canonical import DimensionNumbers
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer, quantized
+from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -83,18 +81,18 @@ class Contraction:
     multiplied in its canonical form.
     """
 
-    recipe: CustomRecipe
-    lhs: Operand
-    rhs: Operand
-    out_dtype: np.dtype
-    out_sharding: Any = None
-    precision: Any = None
+    recipe: CustomRecipe = dataclasses.field(metadata=STATIC)
+    lhs: Operand = dataclasses.field(metadata=STATIC)
+    rhs: Operand = dataclasses.field(metadata=STATIC)
+    out_dtype: np.dtype = dataclasses.field(metadata=STATIC)
+    out_sharding: Any = dataclasses.field(default=None, metadata=STATIC)
+    precision: Any = dataclasses.field(default=None, metadata=STATIC)
     """The precision that the caller asks for, as ``lax`` writes it."""
     key: Any = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         """Returns what the first and the second product of each tensor contract, by its role."""
         raise NotImplementedError
 
@@ -104,7 +102,7 @@ class Contraction:
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns a tensor in its own shape, given its canonical form."""
+        """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
         del role
         return x
 
@@ -124,17 +122,17 @@ class Contraction:
         """Returns the ``delayed_amax`` of a canonical tensor; for a stack, one for each of its elements."""
         return jax.vmap(delayed_amax)(x) if self.dims[role][0].is_stack else delayed_amax(x)
 
-    def gemm(self, name: str, dims: DimensionNumbers) -> Gemm:
-        """Returns one of the three GEMMs: its dtypes, and how it accumulates."""
+    def gemm(self, name: str) -> Gemm:
+        """Returns one of the three GEMMs: what it contracts, its dtypes, and how it accumulates."""
         x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
-        recipe = self.recipe
-        part, lhs, rhs, out = {
-            FORWARD: (recipe.forward, x, w, y),
-            DGRAD: (recipe.dgrad, y, w, x),
-            WGRAD: (recipe.wgrad, x, y, w),
+        recipe, (of_x, of_w, of_g) = self.recipe, (self.dims[role] for role in ROLES)
+        part, dims, dtypes = {
+            FORWARD: (recipe.forward, (of_x[0], of_w[0]), (x, w, y)),
+            DGRAD: (recipe.dgrad, (of_g[0], of_w[1]), (y, w, x)),
+            WGRAD: (recipe.wgrad, (of_x[1], of_g[1]), (x, y, w)),
         }[name]
         accumulation = part.accumulation if self.precision is None else _accumulation_of(self.precision)
-        return Gemm(dims, lhs, rhs, out, accumulation, self.precision, has_barrier=name == FORWARD)
+        return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
 def _accumulation_of(precision: Any) -> str:
@@ -155,7 +153,7 @@ def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: S
     """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
     x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
     with jax.named_scope(FORWARD):
-        return plan.original("output", plan.product(FORWARD)(x, w))
+        return plan.original("output_grad", plan.product(FORWARD)(x, w))
 
 
 class _Residuals(NamedTuple):
@@ -163,7 +161,7 @@ class _Residuals(NamedTuple):
 
     plan: Contraction
     kept: tuple[Any, Any]
-    """Input and kernel, quantized for their products in the backward pass, see ``_named``; or wide."""
+    """Input and kernel, quantized for their products in the backward pass, see ``_operand``; or wide."""
     scales: Scales
     amaxes: dict[str, jax.Array]
     """The amaxes of input and kernel."""
@@ -185,7 +183,7 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) 
     x, kept_x, x_amax = _operand(plan, "input", lhs, scales)
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
     with jax.named_scope(FORWARD):
-        out = plan.original("output", plan.product(FORWARD)(x, w))
+        out = plan.original("output_grad", plan.product(FORWARD)(x, w))
     return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 
@@ -194,7 +192,7 @@ def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
     """Runs the backward pass; returns the cotangents of the plan (None), the operands and the scales."""
     plan, kept, scales, amaxes = residuals
     x, w = (
-        _restored(plan, role, x, scales) if isinstance(x, QTensor) else plan.canonical(role, x)
+        x.from_bits() if isinstance(x, QTensor) else plan.canonical(role, x)
         for role, x in zip(("input", "kernel"), kept)
     )
     g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
@@ -214,7 +212,8 @@ contract.defvjp(_contract_fwd, _contract_bwd)
 def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
     """Returns a cotangent with the dtype and the manual axes of its operand, as JAX requires."""
     # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
-    return sum_to_axes(grad, operand.axes).astype(operand.dtype)
+    excess = tuple(sorted(manual_axes(grad) - operand.axes))
+    return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 
 # Quantizing.
@@ -233,9 +232,7 @@ def quantized_twice(
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
-        first, second = no_derivative(partial(quantize_blocks, cast))(x)
-        # A GPU makes the codes of square blocks in the order of each product.
-        return first, first if one.serves_both and not compute_capability() else second, {}
+        return *no_derivative(partial(quantize_blocks, cast))(x), {}
     if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
         x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)
@@ -258,46 +255,29 @@ def quantized_twice(
 def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
     """Quantizes a canonical tensor for its first (0) or second (1) product."""
     quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    given, options = scales.get(role), {}
-    if isinstance(quantizer, NVFP4Quantizer):
-        options = {"on_devices": on_devices} if compute_capability() else {}
-        if quantizer.stochastic_rounding and plan.key is not None:
-            given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    return no_derivative(lambda x, given: quantized(quantizer, x, dims, given, **options))(x, given)
+    given = scales.get(role)
+    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
+        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
+    quantize = lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x  # noqa: E731
+    return no_derivative(quantize)(x, given)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if
-    that operand is wide), and the amax by role.
+    that operand is wide), and the amax by role. The residual is bits, under names for ``jax.checkpoint``.
     """
     first, second, amax = quantized_twice(plan, role, x, scales)
-    kept = _named(role, second) if isinstance(second, QTensor) else None
+    kept = None
+    if isinstance(second, QTensor):
+        bits, name = second.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
+        kept = dataclasses.replace(named_scaling(bits), codes=checkpoint_name(bits.codes, name))
     if first is second and kept is not None:
         # Under a checkpoint policy that saves the residual, a recomputed forward product then starts from
         # the saved codes.
-        first = _restored(plan, role, kept, scales)
+        first = kept.from_bits()
     elif role == "kernel" and isinstance(first, QTensor):
-        name = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
-        first = jax.tree.map(name, first.as_bits()).from_bits()
+        as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
+        first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)
-
-
-def _named(role: str, operand: QTensor) -> QTensor:
-    """Returns an operand as it is kept for the backward pass: bits, under names for ``jax.checkpoint``.
-
-    A delayed scale is left out, because the op keeps it anyway.
-    """
-    bits, name = operand.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME
-    is_delayed = isinstance(operand.quantizer, DelayedQuantizer)
-    scales: Any = named_scaling((None if is_delayed else bits.scale, bits.tensor_scale))
-    codes = checkpoint_name(bits.codes, name)
-    return dataclasses.replace(bits, codes=codes, scale=scales[0], tensor_scale=scales[1])
-
-
-def _restored(plan: Contraction, role: str, kept: QTensor, scales: Scales) -> QTensor:
-    """Returns the operand from the form in which ``_named`` has stored it."""
-    if isinstance(kept.quantizer, DelayedQuantizer):
-        kept = dataclasses.replace(kept, scale=plan.dims[role][1].as_scale(scales[role]))
-    return kept.from_bits()

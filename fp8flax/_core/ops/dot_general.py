@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.ops.canonical import Canonical, DimensionNumbers, Layout, canonical
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout, canonical
 from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
-from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import DelayedQuantizer, InBlocks, NVFP4Quantizer, Quantizer, quantized
+from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.quantizers import DelayedQuantizer, NVFP4Quantizer, Quantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -82,41 +82,33 @@ def _dot_general_with_precision_jvp(
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key"],
-    meta_fields=[
-        *(f.name for f in dataclasses.fields(Contraction) if f.name != "key"),
-        "dimension_numbers",
-    ],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotContraction(Contraction):
     """The three products of ``lax.dot_general``."""
 
-    dimension_numbers: DimensionNumbers
+    dimension_numbers: DimensionNumbers = dataclasses.field(metadata=STATIC)
 
     @cached_property
-    def form(self) -> Canonical:
-        """The canonical form of the contraction."""
-        quantizers = self.recipe.quantizers
-        blocks = {n for q in quantizers if isinstance(q, InBlocks) for n in q.block}
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each tensor, by its role."""
+        blocks = {n for q in self.recipe.quantizers if q and q.block for n in q.block}
         return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
-        return self.form.dims
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
+        return {role: layout.dims for role, layout in self.layouts.items()}
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layouts[role].to(x)
+        return self.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.form.layouts[role].back(x)
+        return self.layouts[role].back(x)
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
-        dims, order = self.form.products[name], self.form.layouts["kernel"].order
-        is_in_order = not dims[1][0] and order == tuple(range(len(order)))
-        return partial(multiply, self.gemm(name, dims)._replace(is_stored=is_stored and is_in_order))
+        gemm, order = self.gemm(name), self.layouts["kernel"].order
+        is_in_order = not gemm.lhs.num_batch and order == tuple(range(len(order)))
+        return partial(multiply, gemm._replace(is_stored=is_stored and is_in_order))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         dims, precision = self.dimension_numbers, self.precision
@@ -131,7 +123,7 @@ class DotContraction(Contraction):
         """
         (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
         assert quantizer is not None
-        q = quantized(quantizer, self.canonical("kernel", kernel), dims, scale)
+        q = quantizer.quantize(self.canonical("kernel", kernel), dims, scale)
         quantizer, scale = as_stored(quantizer), q.scale
         if isinstance(quantizer, NVFP4Quantizer) and dims.free:
             columns = dims.free[-1]
@@ -146,17 +138,16 @@ class DotContraction(Contraction):
         # Codes in another dtype would give the same values, and run wide.
         assert kernel.codes.dtype == quantizer.dtype
         scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
-        is_block = isinstance(quantizer, InBlocks)
-        block = quantizer.block_of(self.dims["kernel"][0]) if is_block else ()
+        block = self.dims["kernel"][0].block(quantizer.block) if quantizer.block else ()
         codes = self.canonical("kernel", kernel.codes)
         return QTensor(codes, scale, quantizer, block, kernel.tensor_scale)
 
     def _stored_scales(self, quantizer: Quantizer) -> Layout:
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
-        kernel, dims = self.form.layouts["kernel"], self.dims["kernel"][0]
+        kernel, dims = self.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
-        if isinstance(quantizer, InBlocks):
-            block = quantizer.block_of(dims)
+        if quantizer.block:
+            block = dims.block(quantizer.block)
             counts = tuple(-(-size // width) for size, width in zip(kernel.canonical, block))
             stored = math.prod(counts[:depth]), math.prod(counts[depth + 1 :]), counts[depth]
             return Layout(stored, (0, 2, 1), counts)
@@ -267,7 +258,6 @@ class DotGeneral(Op):
     plain = staticmethod(lax.dot_general)
     in_fp8 = staticmethod(fp8_dot_general)
     plan = staticmethod(dot_plan)
-    has_form = True
     primitive: ClassVar[str | None] = "dot_general"
     params = ("dimension_numbers", "precision", "preferred_element_type")
     nnx_field = "dot_general"

@@ -32,9 +32,8 @@ from fp8flax._core.ops.contract import (
     quantized_once,
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
-from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantize import as_float_array, inf_to_nan
-from fp8flax._core.quantizers import quantized_and_back
+from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.quantize import as_float_array, inf_to_nan, straight_through
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import step_scale, with_digests
 
@@ -102,7 +101,7 @@ def run(
 # Quantize-dequantize.
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FakeQuantized(Contraction):
     """A product in quantize-dequantize form: ``in_qdq`` of both operands, the product, and ``out_qdq``.
@@ -111,7 +110,7 @@ class FakeQuantized(Contraction):
     which dimensions are contracted.
     """
 
-    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+    multiply: Callable[[jax.Array, jax.Array], jax.Array] = dataclasses.field(metadata=STATIC)
     """The product of wide operands."""
 
     @classmethod
@@ -122,7 +121,7 @@ class FakeQuantized(Contraction):
         return cls(recipe=recipe, lhs=x, rhs=w, out_dtype=out.dtype, multiply=multiply)
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -134,18 +133,21 @@ def _run_qdq(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: S
     lhs, rhs = (
         in_qdq_with_scale(plan.recipe.delayed[role], x, scales[role])
         if role in scales
-        else quantized_and_back(plan.recipe.of_role(role)[0], x, plan.dims[role][0], None)
+        else _and_back(plan, role, x)
         for role, x in zip(("input", "kernel"), operands)
     )
     out = plan.wide(lhs, rhs)
     if "output_grad" in scales:
         return out_qdq_with_scale(plan.recipe.delayed["output_grad"], out, scales["output_grad"])
-    (quantizer, _), (dims, _) = plan.recipe.of_role("output_grad"), plan.dims["output_grad"]
+    return on_cotangent(lambda g, _: (_and_back(plan, "output_grad", inf_to_nan(g)), ()), out, ())
 
-    def cast(g: jax.Array, args: Any) -> Any:
-        return quantized_and_back(quantizer, inf_to_nan(g), dims, None), args
 
-    return on_cotangent(cast, out, ())
+def _and_back(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
+    """Returns a tensor quantized by a stateless quantizer and dequantized; ``x`` if the recipe has none."""
+    (quantizer, _), (dims, _) = plan.recipe.of_role(role), plan.dims[role]
+    if quantizer is None:
+        return x
+    return straight_through(lambda x: quantizer.quantize(x, dims).dequantize(x.dtype), x)
 
 
 # Frozen.
@@ -159,7 +161,7 @@ def _frozen(plan: Any, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.A
     """Returns the forward product of an input and the kernel of a frozen model."""
     x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output", plan.product(FORWARD, is_stored=True)(x, w))
+        out: jax.Array = plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
     return out
 
 

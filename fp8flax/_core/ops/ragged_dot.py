@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
-from fp8flax._core.names import DGRAD, FORWARD, WGRAD
 from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
@@ -27,11 +26,7 @@ from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["group_sizes", "key"],
-    meta_fields=[field.name for field in dataclasses.fields(Contraction) if field.name != "key"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedContraction(Contraction):
     """The three products of ``lax.ragged_dot``.
@@ -45,7 +40,7 @@ class RaggedContraction(Contraction):
     group_sizes: jax.Array
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, Dims]]:
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
         rows = Dims(2, (1,)), Dims(2, (0,))
         kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
         return {"input": rows, "kernel": kernel, "output_grad": rows}
@@ -67,8 +62,7 @@ class RaggedContraction(Contraction):
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(self.group_sizes, rows)[-1]
 
     def product(self, name: str) -> Callable[..., jax.Array]:
-        contract = {FORWARD: ((1,), (0,)), DGRAD: ((1,), (1,)), WGRAD: ((0,), (0,))}[name]
-        gemm = self.gemm(name, (contract, ((), ())))._replace(has_barrier=False)
+        gemm = self.gemm(name)._replace(has_barrier=False)  # XLA fuses what follows inside of the loop
         return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -119,7 +113,6 @@ def fp8_ragged_dot(
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
-        key=key,
     )
     return run(plan, lhs, rhs, states=states)
 

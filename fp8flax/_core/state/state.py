@@ -121,9 +121,7 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
     Then the "gradient" of the state is its ``next_state``. Use the scale in one op.
     """
     ((digest, history),) = with_digests([state])
-    # ``jax.checkpoint`` keeps the arguments of the function: a history that it does not read is left out.
-    is_read = _place_in_digest(quantizer) is None
-    return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)) if is_read else None)
+    return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)))
 
 
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
@@ -135,11 +133,9 @@ def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _read_scale(quantizer: DelayedQuantizer, digest: jax.Array, history: jax.Array | None) -> jax.Array:
-    """Returns the scale of this step, from a digest, or from the history if one is given."""
-    # Without a history, the digest gives the shape of the scale.
-    state = ScalingState(digest, digest if history is None else history)
-    return named_scaling(scale_of(quantizer, state))
+def _read_scale(quantizer: DelayedQuantizer, digest: jax.Array, history: jax.Array) -> jax.Array:
+    """Returns the scale of this step."""
+    return named_scaling(scale_of(quantizer, ScalingState(digest, history)))
 
 
 _step_scale = jax.custom_vjp(_read_scale, nondiff_argnums=(0,))

@@ -14,6 +14,7 @@ from fp8flax._core.gemm.casts import block_quantize
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.qtensor import Dims
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
     CONTRACTIONS,
@@ -131,7 +132,7 @@ def test_sizes_are_counted_with_their_padding(number, fits):
     codes = jax.ShapeDtypeStruct((number, 1, 128), jnp.float8_e4m3fn)
     operand = fp8.QTensor(codes, None, BLOCKS["128 blocks"].gemms.forward.lhs, (1, 1, 128))
     dtype = np.dtype(np.float32)
-    product = Gemm((((2,), (2,)), ((0,), (0,))), dtype, dtype, dtype)
+    product = Gemm(Dims(3, (2,), 1), Dims(3, (2,), 1), dtype, dtype, dtype)
     with compiling_for(GPUS["h200"]):
         assert (gemm._on_one_gpu(product, operand, operand) is gemm._hopper) == fits
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import ragged
+from fp8flax._core.gemm import ragged, tiled_gemm_hopper
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.gemm.kernels import tiled_gemm_hopper
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference
@@ -28,9 +27,12 @@ QUANTIZERS = {
 }
 
 
+def dims(x, axis):
+    return Dims(3, (1 + axis,), 1, is_stack=True) if x.ndim == 3 else Dims(2, (axis,))
+
+
 def quantized(quantizer, x, axis):
-    stack = Dims(3, (1 + axis,), 1, is_stack=True)
-    return quantizer.quantize(jnp.asarray(x), stack if x.ndim == 3 else Dims(2, (axis,)))
+    return quantizer.quantize(jnp.asarray(x), dims(x, axis))
 
 
 def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
@@ -49,8 +51,8 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
     of_operands, tolerance = np.dtype(jnp.bfloat16), 2e-6 if out_dtype == jnp.float32 else 2**-8
 
     def run(f, contract, a, b):
-        dims = ((contract,), (contract,)), ((), ())
-        program = jax.jit(partial(f, Gemm(dims, of_operands, of_operands, np.dtype(out_dtype))))
+        dtypes = of_operands, of_operands, np.dtype(out_dtype)
+        program = jax.jit(partial(f, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
         out = program(a, b, np.array(sizes))
         assert "kept_wide" not in program.lower(a, b, np.array(sizes)).as_text(debug_info=True)
         assert out.dtype == out_dtype

@@ -179,8 +179,8 @@ def test_a_precision_that_cannot_be_honoured(bad):
 
 
 OP, M, K, N = fp8.Fp8DotGeneralOp, 64, 32, 48
-SCALARS = 3 * 4 + 2 * 2
-"""Bytes of three float32 scales, and of the bfloat16 amaxes of two tensors."""
+SCALARS = 3 * 4 + 2 * 2 + 2 * 4
+"""Bytes of three float32 scales, of the bfloat16 amaxes of two tensors, and of two scales beside codes."""
 DIGESTS = 3 * 3 * 4
 """Bytes of what the scales follow from."""
 

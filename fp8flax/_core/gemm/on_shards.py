@@ -10,13 +10,17 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.qtensor import QTensor
 
 Axes = tuple[str, ...]
@@ -65,6 +69,29 @@ def on_shards(
         with jax.named_scope(name) if name else contextlib.nullcontext():
             made_leaves = split(*leaves)
         return jax.tree.unflatten(jax.tree.structure(made), made_leaves)
+
+    return run
+
+
+def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> Callable[..., Any]:
+    """Returns ``f``, a function of arrays with these letters, so that each GPU computes its part.
+
+    XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it is ``jax.vmap`` of
+    ``f``.
+    """
+    if not compute_capability():
+        return f
+
+    @custom_vmap
+    def run(*args: jax.Array) -> Any:
+        of_parts = on_shards(f, operands[: len(args)], results)
+        return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
+
+    @run.def_vmap
+    def _(size: int, is_batched: Any, *args: jax.Array) -> Any:
+        del size
+        made = jax.vmap(f, [0 if has_batch else None for has_batch in is_batched])(*args)
+        return made, jax.tree.map(lambda _: True, made)
 
     return run
 

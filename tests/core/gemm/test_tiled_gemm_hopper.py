@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm import gemm
-from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import tiled_gemm
+from fp8flax._core.gemm import gemm, tiled_gemm_hopper
+from fp8flax._core.gemm.tiled_gemm_hopper import tiled_gemm
 from tests.cases import error_of_product, hopper_gemm
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, _letters
-from fp8flax._core.gemm.kernels.on_shards import on_shards
+from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.qtensor import Dims
 
 E4M3 = jnp.float8_e4m3fn
@@ -57,7 +57,7 @@ def test_the_gemm_of_split_operands(way, is_square):
     shapes = (2, 8, 512), (2, 512, 200) if is_square else (2, 200, 512)
     contract = (2,), (1,) if is_square else (2,)
     dtype = np.dtype(np.float32)
-    gemm = Gemm((contract, ((0,), (0,))), dtype, dtype, dtype)
+    gemm = Gemm(*(Dims(3, axes, 1) for axes in contract), dtype, dtype, dtype)
     rng = np.random.default_rng(0)
     operands = [
         quantizer.quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), Dims(3, axes, 1))

@@ -1,1 +1,0 @@
-"""GPU kernels in Pallas, and how several devices share one."""
