@@ -158,7 +158,7 @@ class OpBase:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
             check_recipe(self.recipe)
-        check_choice("form", self.form, FORMS if self.row.has_form else FORMS[:1])
+        check_choice("form", self.form, FORMS if self.row.plan else FORMS[:1])
 
     def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
