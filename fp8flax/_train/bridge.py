@@ -47,7 +47,7 @@ def add_fp8_state(
         ValueError: ``variables`` has no parameters, or existing state has other shapes.
 
     Warns:
-        UserWarning: state is left out; or no training leaves such a state, see ``check_state``.
+        UserWarning: state is left out; or a scale does not follow from its history, see ``check_state``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -120,8 +120,9 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
-    * with ``before``: past amaxes that were scaled, clipped or averaged over steps, and a scale that does
-      not follow from its history, such as the average of two
+    * with ``before``: past amaxes that were scaled, clipped or averaged over steps
+    * a scale that does not follow from its history, such as the average of two; without ``before`` only in
+      a young run, while the older half of the history is empty
 
     It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
     maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element.
@@ -222,12 +223,20 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
     everywhere counts as moved: a step may leave it unchanged.
     """
     scale, history = new
-    is_number = (lax.is_finite(history) & (history >= 0)).all(-1, keepdims=True)
-    is_number &= lax.is_finite(scale) & (scale > 0)
+    entries_are_numbers = (lax.is_finite(history) & (history >= 0)).all(-1, keepdims=True)
+    # The scale follows from the past amaxes. The oldest of them has left the history. In a run that is
+    # younger than the history, it was 0, and so is the older half of the others.
+    past = _normal(history[..., 1:])
+    half = (past.shape[-1] + 1) // 2
+    is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)
+    # After ``calibrate`` the scale follows from the newest amax, too.
     largest = history.max(-1, keepdims=True, initial=0)
-    moves, is_step = largest > 0, jnp.ones_like(is_number)
+    amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
+    follows = ~is_young | (half <= 3) | _is_scale_of(scale, *map(_normal, amaxes))
+    moves = largest > 0
     if old is not None:
-        is_step = _can_follow(old, new)
+        follows &= _can_follow(old, new)
         is_unchanged = (history == old.amax_history).all(-1, keepdims=True)
         moves &= ~is_unchanged | (history == largest).all(-1, keepdims=True)
-    return {"is_no_number": ~is_number, "is_no_step": ~is_step, "moves": moves}
+    is_number = lax.is_finite(scale) & (scale > 0) & entries_are_numbers
+    return {"is_no_number": ~is_number, "is_no_step": ~follows, "moves": moves}
