@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _hopper
@@ -79,6 +80,11 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def mesh(kind=AxisType.Auto, **sizes):
+    """Returns a mesh of the first devices, with axes of these names and sizes."""
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
 def cells(values, repeated):
     """Returns the parameters of a test; those in ``repeated`` run only with --all-cells.
 
@@ -122,6 +128,12 @@ def assert_same(actual, expected):
     for path, leaf in expected.items():
         assert actual[path].dtype == leaf.dtype, path
         np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
+
+
+def assert_trees_equal(actual, expected, compare=np.testing.assert_array_equal):
+    """Compares the structures of two trees, and their leaves."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(compare, actual, expected)
 
 
 def data(i, lhs_shape, rhs_shape, dims, dtype):
