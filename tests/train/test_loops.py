@@ -16,6 +16,7 @@ from flax.training import dynamic_scale
 import fp8flax as fp8
 from tests import ROOT
 from tests.cases import OWG, assert_trees_equal, variables_of
+from tests.models import in_scan
 from tests.pages import examples_of, run
 from tests.train.net import MODEL, VARIABLES, Op, X, gradient, op_of, trained
 
@@ -318,19 +319,7 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
         fp8.freeze(model, variables, X)
 
 
-class Stack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.Dense(8, dot_general_cls=Op)(x), None
-
-        axes = {"params": 0, OWG: 0}
-        return nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
-
-
-@pytest.mark.parametrize("model", [MODEL, Stack()], ids=["layers", "stack"])
+@pytest.mark.parametrize("model", [MODEL, in_scan()(Op)], ids=["layers", "stack"])
 def test_mutable(model):
     """The collection that ``apply`` returns as mutable holds the old state, so naming it warns."""
     variables = variables_of(model, X)

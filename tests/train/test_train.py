@@ -15,6 +15,7 @@ from jax import lax
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_trees_equal, mesh, variables_of
+from tests.models import in_scan
 from tests.train.net import MODEL, VARIABLES, Net, Op, X, gradient, mse, op_of, trained
 
 assert_trees_close = partial(
@@ -104,17 +105,11 @@ class TestSignature:
 
     @pytest.mark.long
     def test_stacked_layers_with_jit_switched_off(self):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.tanh(nn.Dense(6, dot_general_cls=Op)(x)), None
-
-        layer = nn.remat(Layer, prevent_cse=False)
-        stacked = nn.scan(layer, {"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)()
-        variables = variables_of(stacked, X, None)
+        stacked = in_scan(remat=True)(Op)
+        variables = variables_of(stacked, X)
 
         def step(variables):
-            return fp8.value_and_grad(lambda v: jnp.sum(stacked.apply(v, X, None)[0] ** 2))(variables)
+            return fp8.value_and_grad(lambda v: jnp.sum(stacked.apply(v, X) ** 2))(variables)
 
         with jax.disable_jit():
             found = step(variables)
