@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax: their layout, FP8 after a run without, and casts; test_recipe_change resumes runs."""
+"""Checkpoints of Orbax: layout, FP8 after a run without it, casts. Runs resume in test_recipe_change."""
 
 from functools import cache, partial
 

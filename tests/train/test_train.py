@@ -510,6 +510,7 @@ class TestGradientsThatWereChanged:
     def test_in_shard_map_and_scan(self):
         """The check finds nothing wrong with the states of a loop over sharded data."""
         variables = trained(2)
+
         def grads_of(v, x):
             return fp8.grad(lambda v: lax.pmean(mse(v, x), "data"))(v)
 
