@@ -188,6 +188,16 @@ def vjp_of(recipe, dims=MATMUL, states=None):
     return partial(run, states_of(recipe) if states is None else states)
 
 
+def three_products(recipe, x, w, g):
+    """Returns the operands of forward, dgrad and wgrad, each quantized by NumPy for its GEMM."""
+    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
+    return (
+        (with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
+        (with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
+        (with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
+    )
+
+
 def error_of_product(actual, expected, *factors):
     """Returns the norm of the difference, relative to the product of the norms of the two factors.
 
@@ -210,9 +220,13 @@ KINDS = {
 def codes_and_scales(quantizer, x, contract):
     """Returns the codes and scales of a matrix that is contracted along ``contract``, by NumPy.
 
-    With delayed scaling, the past amaxes are the current ones.
+    With delayed scaling, the past amaxes are the current ones. NVFP4 has the scale of the tensor, too.
     """
     name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.NVFP4Quantizer):
+        x = reference_recipes.rotated(x, contract) if quantizer.rotation else x
+        codes, scale, of_tensor = reference_recipes.nvfp4(np.moveaxis(x, contract, -1), quantizer.block)
+        return np.moveaxis(codes, -1, contract), np.moveaxis(scale, -1, contract), of_tensor
     if isinstance(quantizer, fp8.BlockQuantizer):
         matrix = np.moveaxis(x, contract, -1)[None]
         kind = KINDS[quantizer.scale, quantizer.scale_rounding]
@@ -229,12 +243,13 @@ def with_reference(quantizer, x, contract):
     """Returns a matrix after quantization along ``contract``, in float64, by NumPy."""
     if quantizer is None:
         return np.asarray(x, np.float64)
-    codes, scale = codes_and_scales(quantizer, x, contract)
-    if isinstance(quantizer, fp8.BlockQuantizer):
+    codes, scale, *of_tensor = codes_and_scales(quantizer, x, contract)
+    if hasattr(quantizer, "block"):
         scale = np.moveaxis(reference_recipes.as_float64(scale), contract, -1)
         scale = np.moveaxis(reference_recipes.over_blocks(scale, quantizer.block), -1, contract)
-        scale = scale[: x.shape[0], : x.shape[1]]
-    return reference_recipes.dequantize(codes, scale)
+        scale = scale[: codes.shape[0], : codes.shape[1]]
+    values = reference_recipes.dequantize(codes, scale)
+    return values * np.float64(of_tensor[0]) if of_tensor else values
 
 
 def added_up(results):

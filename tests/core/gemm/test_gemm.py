@@ -21,9 +21,9 @@ from tests.cases import (
     data,
     error_of_product,
     struct,
+    three_products,
     tiled_gemm_in_jax,
     vjp_of,
-    with_reference,
 )
 from tests.gpus import run_branch_for_gpus
 
@@ -194,14 +194,9 @@ def check_three_gemms(recipe, form="direct"):
         out, vjp = jax.vjp(dot, x, w)
         return out, *vjp(g)
 
-    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
     for magnitudes in MAGNITUDES:
         x, w, g = tensors(magnitudes)
-        products = [
-            (with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
-            (with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
-            (with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
-        ]
+        products = three_products(recipe, x, w, g)
         for actual, (lhs, rhs) in zip(run(calibrated(recipe, x, w, g), x, w, g), products):
             expected = lhs @ rhs
             assert 1e3 * TINY < np.max(np.abs(expected)) < HUGE
