@@ -239,15 +239,21 @@ def codes_and_scales(quantizer, x, contract):
     return reference_recipes.axiswise(x, name, contract, kind)
 
 
+def scale_of_each(quantizer, scale, contract, shape):
+    """Returns the scale of each value of a matrix, in float64."""
+    scale = reference_recipes.as_float64(scale)
+    if hasattr(quantizer, "block"):
+        repeated = reference_recipes.over_blocks(np.moveaxis(scale, contract, -1), quantizer.block)
+        scale = np.moveaxis(repeated, -1, contract)[: shape[0], : shape[1]]
+    return np.broadcast_to(scale, shape)
+
+
 def with_reference(quantizer, x, contract):
     """Returns a matrix after quantization along ``contract``, in float64, by NumPy."""
     if quantizer is None:
         return np.asarray(x, np.float64)
     codes, scale, *of_tensor = codes_and_scales(quantizer, x, contract)
-    if hasattr(quantizer, "block"):
-        scale = np.moveaxis(reference_recipes.as_float64(scale), contract, -1)
-        scale = np.moveaxis(reference_recipes.over_blocks(scale, quantizer.block), -1, contract)
-        scale = scale[: codes.shape[0], : codes.shape[1]]
+    scale = scale_of_each(quantizer, scale, contract, codes.shape)
     values = reference_recipes.dequantize(codes, scale)
     return values * np.float64(of_tensor[0]) if of_tensor else values
 

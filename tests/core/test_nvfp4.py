@@ -22,7 +22,7 @@ from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, multiply
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims, QTensor
 from tests import reference_recipes
-from tests.cases import MATMUL, normal, variables_of, with_reference
+from tests.cases import MATMUL, mesh, normal, variables_of, with_reference
 
 long = partial(pytest.param, marks=pytest.mark.long)
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -263,9 +263,9 @@ def test_batch_dimensions_under_vmap():
 
 
 def test_shard_map():
-    mesh, rows = jax.make_mesh((8,), ("data",), (AxisType.Auto,)), PartitionSpec("data")
+    rows = PartitionSpec("data")
     run = lambda x, g: gradients(RECIPE, x, W, g)[1:]  # noqa: E731
-    step = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=(rows, PartitionSpec()))
+    step = jax.shard_map(run, mesh=mesh(data=8), in_specs=rows, out_specs=(rows, PartitionSpec()))
     dx, dw = jax.jit(step)(*(jnp.concatenate([one] * 8) for one in (X, G)))
     assert num_different(dx.reshape(8, 32, 32)) == 8
     assert snr(dw, 8 * np.asarray(X.T @ G)) > 18  # 15 if all devices had the same numbers
@@ -275,11 +275,11 @@ def test_shard_map():
 @pytest.mark.optimized
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_fsdp_and_an_explicit_mesh_give_what_one_device_gives(axis_type):
-    mesh, is_explicit = jax.make_mesh((2,), ("data",), (axis_type,)), axis_type == AxisType.Explicit
-    args, rows = [normal(0, 64, 32), W, normal(1, 64, 32)], NamedSharding(mesh, PartitionSpec("data"))
+    on, is_explicit = mesh(axis_type, data=2), axis_type == AxisType.Explicit
+    args, rows = [normal(0, 64, 32), W, normal(1, 64, 32)], NamedSharding(on, PartitionSpec("data"))
     expected = gradients(RECIPE, *args)
-    with jax.set_mesh(mesh):
-        of_w = NamedSharding(mesh, PartitionSpec()) if is_explicit else rows
+    with jax.set_mesh(on):
+        of_w = NamedSharding(on, PartitionSpec()) if is_explicit else rows
         x, w, g = map(jax.device_put, args, (rows, of_w, rows))
         close(gradients(RECIPE, x, w, g, out_sharding=rows if is_explicit else None), expected)
 

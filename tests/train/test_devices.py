@@ -20,16 +20,12 @@ from fp8flax._audit.hlo import parse
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up, cells, normal, variables_of
+from tests.cases import OWG, RECIPES, added_up, cells, mesh, normal, variables_of
 from tests.gpus import compiled_for_gpus, gpus
 from tests.what_works import COLUMNS
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 X, WEIGHTS = (normal(i, BATCH, WIDTH) for i in (0, 1))
-
-
-def mesh(kind=AxisType.Auto, **sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 class MLP(nn.Module):
