@@ -125,6 +125,12 @@ def test_state_of_another_shape_is_refused(name, shape):
     assert_trees_equal(fp8.add_fp8_state(fp8.remove_fp8_state(bad), FP8, X), variables)
 
 
+def test_state_that_was_cast_is_refused():
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), FP8.init(jax.random.key(0), X))
+    with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_.* must be float32"):
+        fp8.add_fp8_state(narrow, FP8, X)
+
+
 @pytest.mark.parametrize(("layers", "length"), [(2, 5), (1, 1)])
 def test_state_of_another_number_of_layers_is_refused(layers, length):
     model = stacked(5, "first")
