@@ -130,6 +130,19 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
 
 
+def assert_same_bits(actual, expected):
+    """Equal bit by bit, except that any NaN equals any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    bits = f"u{actual.dtype.itemsize}"
+    both_nan = np.isnan(actual.astype(np.float64)) & np.isnan(expected.astype(np.float64))
+    different = (actual.view(bits) != expected.view(bits)) & ~both_nan
+    assert not different.any(), (
+        f"{different.sum()} differ, first: {actual[different][0]} != {expected[different][0]}"
+    )
+
+
 def assert_trees_equal(actual, expected, compare=np.testing.assert_array_equal):
     """Compares the structures of two trees, and their leaves."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)

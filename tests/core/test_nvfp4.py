@@ -130,8 +130,10 @@ def test_recipe():
     g, rotated = fp8.NVFP4Quantizer(stochastic_rounding=True), fp8.NVFP4Quantizer(rotation=True)
     both = fp8.NVFP4Quantizer(rotation=True, stochastic_rounding=True)
     assert [RECIPE.gemms.is_random, RECIPE.gemms.quantizers] == [True, (x, w, g, w, rotated, both)]
-    plain = dataclasses.replace(NEAREST, disable_rht=True, disable_2d_quantization=True).gemms
-    assert [plain.is_random, plain.quantizers] == [False, (x,) * 6]
+    plain = dataclasses.replace(NEAREST, disable_rht=True).gemms
+    assert [plain.is_random, plain.quantizers] == [False, (x, w, x, w, x, x)]
+    plain = dataclasses.replace(NEAREST, disable_2d_quantization=True).gemms
+    assert [plain.is_random, plain.quantizers] == [False, (x, x, x, x, rotated, rotated)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,16 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.tables import table_lines
 from tests import reference_recipes as ref
-from tests.cases import MATMUL, OWG, RECIPES, codes_and_scales, mesh, normal, scale_of_each
+from tests.cases import (
+    MATMUL,
+    OWG,
+    RECIPES,
+    assert_trees_equal,
+    codes_and_scales,
+    mesh,
+    normal,
+    scale_of_each,
+)
 from tests.reference import MAX
 
 FIELDS = ["underflow", "saturation", "sqnr", "headroom", "amax", "scale", "nonfinite"]
@@ -132,13 +141,8 @@ def test_beside_the_reference(recipe):
 
 def assert_close(actual, expected):
     """Asserts that two trees of statistics are close."""
-    actual, expected = dict(actual), dict(expected)
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for path, one in jax.tree_util.tree_leaves_with_path(actual):
-        other = expected
-        for key in path:
-            other = other[key.key]
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+    compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    assert_trees_equal(dict(actual), dict(expected), compare)
 
 
 X = normal(0, 4, 8)
