@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _hopper
@@ -80,6 +81,11 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def mesh(kind=AxisType.Auto, **sizes):
+    """Returns a mesh of the first devices, with axes of these names and sizes."""
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
 def cells(values, repeated):
     """Returns the parameters of a test; those in ``repeated`` run only with --all-cells.
 
@@ -123,6 +129,25 @@ def assert_same(actual, expected):
     for path, leaf in expected.items():
         assert actual[path].dtype == leaf.dtype, path
         np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
+
+
+def assert_same_bits(actual, expected):
+    """Equal bit by bit, except that any NaN equals any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    bits = f"u{actual.dtype.itemsize}"
+    both_nan = np.isnan(actual.astype(np.float64)) & np.isnan(expected.astype(np.float64))
+    different = (actual.view(bits) != expected.view(bits)) & ~both_nan
+    assert not different.any(), (
+        f"{different.sum()} differ, first: {actual[different][0]} != {expected[different][0]}"
+    )
+
+
+def assert_trees_equal(actual, expected, compare=np.testing.assert_array_equal):
+    """Compares the structures of two trees, and their leaves."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(compare, actual, expected)
 
 
 def data(i, lhs_shape, rhs_shape, dims, dtype):
@@ -177,6 +202,16 @@ def vjp_of(recipe, dims=MATMUL, states=None):
     return partial(run, states_of(recipe) if states is None else states)
 
 
+def three_products(recipe, x, w, g):
+    """Returns the operands of forward, dgrad and wgrad, each quantized by NumPy for its GEMM."""
+    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
+    return (
+        (with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
+        (with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
+        (with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
+    )
+
+
 def error_of_product(actual, expected, *factors):
     """Returns the norm of the difference, relative to the product of the norms of the two factors.
 
@@ -199,9 +234,13 @@ KINDS = {
 def codes_and_scales(quantizer, x, contract):
     """Returns the codes and scales of a matrix that is contracted along ``contract``, by NumPy.
 
-    With delayed scaling, the past amaxes are the current ones.
+    With delayed scaling, the past amaxes are the current ones. NVFP4 has the scale of the tensor, too.
     """
     name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.NVFP4Quantizer):
+        x = reference_recipes.rotated(x, contract) if quantizer.rotation else x
+        codes, scale, of_tensor = reference_recipes.nvfp4(np.moveaxis(x, contract, -1), quantizer.block)
+        return np.moveaxis(codes, -1, contract), np.moveaxis(scale, -1, contract), of_tensor
     if isinstance(quantizer, fp8.BlockQuantizer):
         matrix = np.moveaxis(x, contract, -1)[None]
         kind = KINDS[quantizer.scale, quantizer.scale_rounding]
@@ -214,16 +253,23 @@ def codes_and_scales(quantizer, x, contract):
     return reference_recipes.axiswise(x, name, contract, kind)
 
 
+def scale_of_each(quantizer, scale, contract, shape):
+    """Returns the scale of each value of a matrix, in float64."""
+    scale = reference_recipes.as_float64(scale)
+    if hasattr(quantizer, "block"):
+        repeated = reference_recipes.over_blocks(np.moveaxis(scale, contract, -1), quantizer.block)
+        scale = np.moveaxis(repeated, -1, contract)[: shape[0], : shape[1]]
+    return np.broadcast_to(scale, shape)
+
+
 def with_reference(quantizer, x, contract):
     """Returns a matrix after quantization along ``contract``, in float64, by NumPy."""
     if quantizer is None:
         return np.asarray(x, np.float64)
-    codes, scale = codes_and_scales(quantizer, x, contract)
-    if isinstance(quantizer, fp8.BlockQuantizer):
-        scale = np.moveaxis(reference_recipes.as_float64(scale), contract, -1)
-        scale = np.moveaxis(reference_recipes.over_blocks(scale, quantizer.block), -1, contract)
-        scale = scale[: x.shape[0], : x.shape[1]]
-    return reference_recipes.dequantize(codes, scale)
+    codes, scale, *of_tensor = codes_and_scales(quantizer, x, contract)
+    scale = scale_of_each(quantizer, scale, contract, codes.shape)
+    values = reference_recipes.dequantize(codes, scale)
+    return values * np.float64(of_tensor[0]) if of_tensor else values
 
 
 def added_up(results):

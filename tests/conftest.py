@@ -53,6 +53,13 @@ def _strict_jax():
         yield
 
 
+@pytest.fixture
+def promotion_of_users():
+    """Mixes dtypes and ranks, as Optax, Flax's ``DynamicScale`` and layers in float16 do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 FEW = True
 
 
@@ -140,12 +147,6 @@ def small_heap():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def _all_cells(request):
-    if not request.config.getoption("--all-cells"):
-        pytest.skip("only with --all-cells")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Programs for eight GPUs that are not present."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import AxisType
 import fp8flax as fp8
 from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._core.gemm import casts, gemm, ragged
+from tests.cases import tiled_gemm_in_jax
 
 
 def compiled_for_gpus(mesh, function, *args):
@@ -17,11 +19,16 @@ def compiled_for_gpus(mesh, function, *args):
 
 
 def run_branch_for_gpus(monkeypatch):
-    """Makes GEMMs take here the branch of programs for GPUs. Other operations keep that of this CPU."""
+    """Makes GEMMs take here the branch of programs for GPUs. Other operations keep that of this CPU.
+
+    The kernel that quantizes blocks is interpreted, and the one for Hopper is replaced by plain JAX.
+    """
     branching_lax = SimpleNamespace(**vars(jax.lax))
     branching_lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     for module in (casts, gemm, ragged):
         monkeypatch.setattr(module, "lax", branching_lax)
+    monkeypatch.setattr(casts, "block_quantize", partial(casts.block_quantize, interpret=True))
+    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
 
 
 def gpus(target="h200"):

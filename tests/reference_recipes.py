@@ -1,4 +1,4 @@
-"""Quantization per tensor, axis and block in NumPy, written from the OFP8, MX and DeepSeek-V3 formulas.
+"""Quantization in NumPy, written from the formulas of OFP8, MX, DeepSeek-V3 and NVFP4.
 
 Conventions: ``x ≈ codes * scale``; float32 subnormals count as zero; an amax leaves out NaN and Inf.
 """
@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.reference import FP8, MAX, nearest_code
 
-E8M0 = ml_dtypes.float8_e8m0fnu
+E8M0, E4M3, E2M1 = ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -91,6 +91,38 @@ def blockwise(x, name, block, kind):
     tiles = x.reshape(*x.shape[:-2], down, rows, across, columns)
     scale = scale_of(amax(tiles, (-3, -1))[..., 0, :, 0], name, kind)
     return codes_of(x, over_blocks(scale, block), name), scale
+
+
+def nvfp4(x, block):
+    """Returns codes in e2m1, a scale in e4m3 per block, and the scale of the tensor, for two dimensions.
+
+    A block with a NaN or an Inf has the scale NaN; the codes of a block with the scale zero are zero.
+    """
+    x, (rows, columns), one = as_float32(x), block, np.float32(1)
+    padded = np.pad(x, [(0, -n % size) for n, size in zip(x.shape, block)])
+    shape = padded.shape[0] // rows, rows, padded.shape[1] // columns, columns
+    tiles = padded.reshape(shape)
+    of_block = np.max(np.abs(tiles), (1, 3), keepdims=True, initial=0)
+    amax = np.max(of_block, where=np.isfinite(of_block), initial=np.float32(0))
+    of_block = np.where(np.isinf(of_block), np.float32(np.nan), of_block)
+    with np.errstate(all="ignore"):
+        encoding = np.minimum(np.float32(448 * 6) / amax, np.float32(2.0**117)) if amax else one
+        of_block = np.where(of_block < 6 * 2.0**-126, of_block * 0, of_block)  # XLA has no subnormals
+        scale = np.minimum(of_block / np.float32(6) * encoding, np.float32(448)).astype(E4M3)
+        wide = scale.astype(np.float32)
+        factor = np.where(wide == 0, 0, np.minimum(encoding / wide, FLOAT32_MAX)).astype(np.float32)
+        codes = np.where(np.isnan(wide), 0, np.clip(tiles * factor, -6, 6)).astype(E2M1)
+    return codes.reshape(padded.shape)[: x.shape[0], : x.shape[1]], scale[:, 0, :, 0], one / encoding
+
+
+def rotated(x, axis):
+    """Returns ``x`` with each 16 elements along an axis multiplied by the rotation of NVFP4, in float64."""
+    signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    hadamard = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+    x = np.moveaxis(np.asarray(x).astype(np.float64), axis, -1)
+    groups = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
+    out = groups.reshape(*x.shape[:-1], -1, 16) @ (np.diag(signs) @ hadamard / 4)
+    return np.moveaxis(out.reshape(groups.shape), -1, axis)
 
 
 def dequantize(codes, scale, block=None):

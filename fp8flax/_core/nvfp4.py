@@ -94,11 +94,13 @@ def amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
-    """Returns the amax of each block of a tensor, or of the tensor rotated along an axis; NaN stays NaN."""
+    """Returns the amax of each block of ``x``, or of ``x`` rotated along an axis; inf or NaN for a NaN."""
 
     def by_blocks(x: jax.Array) -> jax.Array:
         blocks, within = split_blocks(x if axis is None else rotated(x, axis), block)
-        return jnp.max(jnp.abs(blocks), axis=within, initial=0)
+        # A NaN counts as inf, because a maximum can lose a NaN, at least on CPUs.
+        magnitude = jnp.where(jnp.isnan(blocks), np.array(np.inf, blocks.dtype), jnp.abs(blocks))
+        return jnp.max(magnitude, axis=within, initial=0)
 
     if axis is None:
         return by_blocks(x)

@@ -82,6 +82,7 @@ def test_dense_counts_for_a_gpu(name):
 
 
 GATHERED = [
+    ("FSDP", "delayed", True, "h200"),
     ("FSDP", "axiswise", True, "h200"),
     ("FSDP", "MXFP8", True, "h200"),
     ("FSDP", "128-blocks", False, "b200"),

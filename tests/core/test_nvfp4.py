@@ -1,4 +1,4 @@
-"""NVFP4: codes and scales bit for bit those of a reference in NumPy; stochastic rounding; random keys.
+"""NVFP4: the rotation, stochastic rounding and random keys; other files test it beside other recipes.
 
 XLA takes long to compile random numbers. So most tests multiply 32×32 matrices, by the same programs.
 """
@@ -6,7 +6,6 @@ XLA takes long to compile random numbers. So most tests multiply 32×32 matrices
 import dataclasses
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -24,7 +23,7 @@ from fp8flax._core.measuring import numbers_of
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims, QTensor
 from tests import reference_recipes
-from tests.cases import CONTRACTIONS, MATMUL, normal
+from tests.cases import MATMUL, mesh, normal, variables_of, with_reference
 
 long = partial(pytest.param, marks=pytest.mark.long)
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -46,58 +45,6 @@ def close(one, other):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), one, other)
 
 
-def reference(x, block):
-    """Returns codes, scales, and values in float64, by the formulas of the paper.
-
-    A block with a NaN or an Inf has the scale NaN; the codes of a block with the scale zero are zero.
-    """
-    x = reference_recipes.as_float32(x)
-    padded = np.pad(x, [(0, -n % size) for n, size in zip(x.shape, block)])
-    shape = padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]
-    tiles, one = padded.reshape(shape), np.float32(1)
-    of_block = np.max(np.abs(tiles), (1, 3), keepdims=True, initial=0)
-    amax = np.max(of_block, where=np.isfinite(of_block), initial=np.float32(0))
-    of_block = np.where(np.isinf(of_block), np.float32(np.nan), of_block)
-    with np.errstate(all="ignore"):
-        enc = np.minimum(np.float32(448 * 6) / amax, np.float32(2.0**117)) if amax else one
-        of_block = np.where(of_block < 6 * 2.0**-126, of_block * 0, of_block)  # XLA has no subnormals
-        scale = np.minimum(of_block / np.float32(6) * enc, np.float32(448))
-        wide = scale.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        factor = np.where(wide == 0, 0, np.minimum(enc / wide, np.finfo(np.float32).max))
-        codes = np.clip(tiles * factor.astype(np.float32), -6, 6).astype(ml_dtypes.float4_e2m1fn)
-    both = codes.astype(np.float64), np.broadcast_to(wide, shape).astype(np.float64)
-    codes, repeated = (a.reshape(padded.shape)[: x.shape[0], : x.shape[1]] for a in both)
-    values, scale = codes * repeated * np.float64(one / enc), wide[:, 0, :, 0]
-    return SimpleNamespace(codes=codes, scale=scale, tensor_scale=one / enc, values=values)
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("rows", "shape", "dtype"),
-    [
-        *((1, (37, 70), "float32"), (16, (37, 70), "bfloat16"), (16, (0, 5), "float32")),
-        *(long(16, (1, 33), "float16"), long(1, (16, 40), "float64")),
-    ],
-)
-def test_codes_and_scales(rows, shape, dtype):
-    """Both orientations; sizes that no block divides; NaN, Inf, zeros, and 1e±30."""
-    for axis, block in ((1, (rows, 16)), (0, (16, rows))):
-        quantize = jax.jit(partial(fp8.NVFP4Quantizer(block=(rows, 16)).quantize, dims=Dims(2, (axis,))))
-        for x in reference_recipes.tensors(shape, 0).values():
-            with jax.enable_x64(dtype == "float64"), np.errstate(over="ignore"):
-                x = x.astype(dtype)
-                q = quantize(jnp.asarray(x))
-                values = DEQUANTIZE(q, dtype)
-            expected, dtypes = reference(x, block), [q.codes.dtype, q.scale.dtype, values.dtype]
-            assert dtypes == [jnp.float4_e2m1fn, jnp.float8_e4m3fn, dtype]
-            same(q.tensor_scale, expected.tensor_scale)
-            same(np.asarray(q.scale).astype(np.float32), expected.scale)
-            is_nan = np.isnan(expected.values)
-            same(np.isnan(np.asarray(values)), is_nan)
-            codes = np.where(is_nan, expected.codes, np.asarray(q.codes).astype(np.float64))
-            same(codes, expected.codes)
-
-
 def test_bfloat16_holds_each_product_of_code_and_scale():
     """So a GEMM in bfloat16 gives the same values."""
     scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -110,12 +57,11 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
 
 
 def test_rotation():
-    hadamard = np.array([[(-1) ** bin(i & j).count("1") for j in range(16)] for i in range(16)])
-    signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
     x = normal(0, 3, 40, 5, dtype=jnp.bfloat16)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, 8), (0, 0))).reshape(3, 3, 16, 5)
-    expected = np.einsum("bgic,ij->bgjc", padded, np.diag(signs) @ hadamard / 4)
-    close(jax.jit(partial(nvfp4.rotated, axis=1))(x), expected.reshape(3, 48, 5))
+    rotated = reference_recipes.rotated(x, 1)
+    expected = rotated.reshape(3, 3, 16, 5)
+    close(jax.jit(partial(nvfp4.rotated, axis=1))(x), rotated)
     # On GPUs: a sum, and the amaxes of the groups by additions alone.
     close(jax.jit(partial(nvfp4.rotated_by_sum, axis=2))(padded), expected)
     amax = jax.jit(partial(nvfp4.amax_of_rotated, axis=1))(padded.reshape(3, 48, 5))
@@ -162,19 +108,6 @@ def snr(actual, expected):
     return 10 * np.log10(np.sum(np.square(expected)) / np.sum(np.square(error)))
 
 
-@pytest.mark.parametrize("height", [16, long(1)])
-def test_three_gemms(height):
-    """Multiples of 1/4, so that a rotation is exact."""
-    shapes = (41, 40), (40, 24), (41, 24)
-    x, w, g = (np.round(np.asarray(normal(i, *shape)) * 8) / 4 for i, shape in enumerate(shapes))
-    recipe = dataclasses.replace(NEAREST, disable_2d_quantization=height == 1)
-    xt, gt = (np.asarray(jax.jit(partial(nvfp4.rotated, axis=0))(a)) for a in (x, g))
-    out = reference(x, (1, 16)).values @ reference(w, (16, height)).values
-    dx = reference(g, (1, 16)).values @ reference(w, (height, 16)).values.T
-    dw = reference(xt, (16, 1)).values.T @ reference(gt, (16, 1)).values
-    close(gradients(recipe, jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), None), (out, dx, dw))
-
-
 @pytest.mark.long
 def test_signal_to_noise_on_gaussian_data():
     """Close to what was seen elsewhere: 16.7, 15.1 and 15.6 dB; the gradient is right on average."""
@@ -184,19 +117,7 @@ def test_signal_to_noise_on_gaussian_data():
     for actual, expected, decibels in zip(made, wide, (16.7, 15.1, 15.6)):
         assert abs(snr(actual, expected) - decibels) < 0.6
     mean = np.mean([gradients(RECIPE, X, W, G, key)[1] for key in jax.random.split(KEY, 100)], 0)
-    assert snr(mean, G @ reference(W, (16, 16)).values.T) > 30  # 15 for one draw
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in CONTRACTIONS if name != "no rows"])
-def test_all_dimension_numbers(name):
-    lhs, rhs, dims = CONTRACTIONS[name]
-    x, w = normal(0, *lhs), normal(1, *rhs)
-    out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=NEAREST), x, w)
-    wide, vjp_of_wide = jax.vjp(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
-    g = normal(2, *out.shape)
-    for actual, expected in zip((out, *vjp(g)), (wide, *vjp_of_wide(g))):
-        assert snr(actual, np.asarray(expected)) > 6  # about 0 for wrong numbers
+    assert snr(mean, G @ with_reference(fp8.NVFP4Quantizer(block=(16, 16)), W, 1).T) > 30  # 15 for one draw
 
 
 def test_nan_reaches_the_gradients_and_the_result():
@@ -208,20 +129,15 @@ def test_nan_reaches_the_gradients_and_the_result():
     assert [dx[3].all(), dx[4].any(), dw[:, 5].all()] == [True, False, True]
 
 
-@pytest.mark.parametrize("other", [fp8.BlockQuantizer, fp8.CurrentQuantizer, long(None)])
-def test_parts_of_other_recipes(other):
-    gemm = fp8.GemmRecipe(lhs=other and other(dtype="float8_e4m3fn"), rhs=fp8.NVFP4Quantizer())
-    recipe = fp8.CustomRecipe(forward=gemm)
-    assert 15 < snr(fp8_dot_general(X, W, MATMUL, recipe=recipe), np.asarray(X @ W)) < 26
-
-
 def test_recipe():
     x, w = fp8.NVFP4Quantizer(), fp8.NVFP4Quantizer(block=(16, 16))
     g, rotated = fp8.NVFP4Quantizer(stochastic_rounding=True), fp8.NVFP4Quantizer(rotation=True)
     both = fp8.NVFP4Quantizer(rotation=True, stochastic_rounding=True)
     assert [RECIPE.gemms.is_random, RECIPE.gemms.quantizers] == [True, (x, w, g, w, rotated, both)]
-    plain = dataclasses.replace(NEAREST, disable_rht=True, disable_2d_quantization=True).gemms
-    assert [plain.is_random, plain.quantizers] == [False, (x,) * 6]
+    plain = dataclasses.replace(NEAREST, disable_rht=True).gemms
+    assert [plain.is_random, plain.quantizers] == [False, (x, w, x, w, x, x)]
+    plain = dataclasses.replace(NEAREST, disable_2d_quantization=True).gemms
+    assert [plain.is_random, plain.quantizers] == [False, (x, x, x, x, rotated, rotated)]
 
 
 @pytest.mark.parametrize(
@@ -259,12 +175,8 @@ def loss(model, variables, x, key=None):
     return jnp.sum(jnp.sin(model.apply(variables, x, rngs=rngs)) * G)
 
 
-def variables_of(model):
-    return jax.tree.map(lambda x: normal(5, *x.shape) / 6, jax.eval_shape(model.init, KEY, X))
-
-
 def grads(model, key=KEY):
-    return jax.grad(partial(loss, model))(variables_of(model), X, key)
+    return jax.grad(partial(loss, model))(variables_of(model, X), X, key)
 
 
 def num_different(trees):
@@ -278,7 +190,7 @@ def test_keys():
     for model in (NET, quantized):
         found = [grads(model, key) for key in (KEY, jax.random.PRNGKey(7), jax.random.key(8))]
         assert [num_different(found[:2]), num_different(found[1:])] == [1, 2]
-        assert np.isfinite(loss(model, variables_of(model), X))
+        assert np.isfinite(loss(model, variables_of(model, X), X))
         with pytest.raises(ValueError, match="rngs"):
             grads(model, None)
     with pytest.raises(ValueError, match="split_rngs"):
@@ -302,7 +214,7 @@ def test_residuals_and_remat(capsys):
     _, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPE, key=KEY), X, W)
     kept = [(str(x.dtype), x.shape) for x in jax.tree.leaves(vjp) if x.ndim]
     assert sorted(kept) == [*[("uint4", (32, 32))] * 2, ("uint8", (2, 2)), ("uint8", (2, 32))]
-    variables, save = variables_of(NET), jax.checkpoint_policies.save_only_these_names
+    variables, save = variables_of(NET, X), jax.checkpoint_policies.save_only_these_names
     for policy, num_kept in ((None, [0, 0]), (save(*fp8.RESIDUAL_NAMES), [12, 4])):
         run = jax.checkpoint(partial(loss, NET), policy=policy)
         assert num_different([jax.grad(run)(variables, X, KEY), grads(NET)]) == 1
@@ -357,9 +269,9 @@ def test_batch_dimensions_under_vmap():
 
 
 def test_shard_map():
-    mesh, rows = jax.make_mesh((8,), ("data",), (AxisType.Auto,)), PartitionSpec("data")
+    rows = PartitionSpec("data")
     run = lambda x, g: gradients(RECIPE, x, W, g)[1:]  # noqa: E731
-    step = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=(rows, PartitionSpec()))
+    step = jax.shard_map(run, mesh=mesh(data=8), in_specs=rows, out_specs=(rows, PartitionSpec()))
     dx, dw = jax.jit(step)(*(jnp.concatenate([one] * 8) for one in (X, G)))
     assert num_different(dx.reshape(8, 32, 32)) == 8
     assert snr(dw, 8 * np.asarray(X.T @ G)) > 18  # 15 if all devices had the same numbers
@@ -369,18 +281,18 @@ def test_shard_map():
 @pytest.mark.optimized
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_fsdp_and_an_explicit_mesh_give_what_one_device_gives(axis_type):
-    mesh, is_explicit = jax.make_mesh((2,), ("data",), (axis_type,)), axis_type == AxisType.Explicit
-    args, rows = [normal(0, 64, 32), W, normal(1, 64, 32)], NamedSharding(mesh, PartitionSpec("data"))
+    on, is_explicit = mesh(axis_type, data=2), axis_type == AxisType.Explicit
+    args, rows = [normal(0, 64, 32), W, normal(1, 64, 32)], NamedSharding(on, PartitionSpec("data"))
     expected = gradients(RECIPE, *args)
-    with jax.set_mesh(mesh):
-        of_w = NamedSharding(mesh, PartitionSpec()) if is_explicit else rows
+    with jax.set_mesh(on):
+        of_w = NamedSharding(on, PartitionSpec()) if is_explicit else rows
         x, w, g = map(jax.device_put, args, (rows, of_w, rows))
         close(gradients(RECIPE, x, w, g, out_sharding=rows if is_explicit else None), expected)
 
 
 @pytest.mark.long
 def test_statistics_and_accumulated_gradients():
-    variables, batches = variables_of(NET), (normal(0, 2, 32, 32), jax.random.split(KEY, 2))
+    variables, batches = variables_of(NET, X), (normal(0, 2, 32, 32), jax.random.split(KEY, 2))
     found = fp8.statistics(partial(loss, NET))(variables, X, KEY)["layers_0/Fp8DotGeneralOp_0"]
     assert 19 < found["input"]["sqnr"] < 22
     assert 15 < found["output_grad"]["sqnr"] < 19

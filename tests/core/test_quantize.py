@@ -12,7 +12,7 @@ from jax import lax
 
 import fp8flax as fp8
 from tests import reference
-from tests.cases import normal, ties
+from tests.cases import assert_same_bits, normal, ties
 
 pytestmark = pytest.mark.optimized
 
@@ -20,21 +20,6 @@ DTYPES = list(reference.FP8)
 ALL_BITS = np.arange(65536, dtype=np.uint16)
 # 1 and powers of two, ordinary amax/448 values, and the far ends of what float32 scales can be.
 SCALES = [1.0, 0.25, 0.37, 3.0 / 448.0, 7e-5, 1234.5, 1e30, 1e-30]
-
-
-def assert_same_bits(actual, expected):
-    """Equal bit by bit, except that any NaN equals any NaN."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    bits = f"u{actual.dtype.itemsize}"
-    both_nan = np.isnan(actual.astype(np.float64)) & np.isnan(expected.astype(np.float64))
-    different = (actual.view(bits) != expected.view(bits)) & ~both_nan
-    assert not different.any(), (
-        f"{different.sum()} differ, first: {actual[different][0]} != {expected[different][0]}"
-    )
-
-
 BF16, F32, F16 = ml_dtypes.bfloat16, np.float32, np.float16
 
 

@@ -20,7 +20,8 @@ from benchmarks.common import sqnr
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.usefixtures("_all_cells", "_lenient_jax"),
+    pytest.mark.all_cells,
+    pytest.mark.usefixtures("_lenient_jax"),
     # Raised by these packages.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -1,7 +1,6 @@
 """The code of docs/migrating.md runs, and differs from the other libraries as the page says."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +9,14 @@ import pytest
 
 import fp8flax as fp8
 from tests import ROOT
-
-OWG = fp8.OVERWRITE_WITH_GRADIENT
+from tests.cases import OWG
+from tests.pages import examples_of, run
 
 
 @functools.cache
 def page():
     """Returns the namespace after the code blocks of the page, which run once."""
-    text, namespace = (ROOT / "docs" / "migrating.md").read_text(), {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            exec(compile(block, "docs/migrating.md", "exec"), namespace)
-    return namespace
+    return run(examples_of((ROOT / "docs" / "migrating.md").read_text()), "docs/migrating.md")
 
 
 @pytest.mark.long

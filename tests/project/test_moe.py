@@ -1,53 +1,36 @@
 """The mixture of experts of docs/moe.md: routed as a loop over experts does it, and trained in FP8."""
 
-import re
+import functools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import OWG, normal
+from tests.cases import OWG, mesh, normal
+from tests.pages import examples_of, run
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL)
+BLOCKS = examples_of((ROOT / "docs" / "moe.md").read_text())
 TOKENS, EXPERTS, WIDTH, HIDDEN = 11, 4, 8, 6
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+@functools.cache
+def names_after(number):
+    """Returns the names after the first blocks of the page, each of which runs once."""
+    before = names_after(number - 1) if number else {"__name__": "page"}
+    return run([BLOCKS[number]], "docs/moe.md", dict(before))
 
 
-def run(names, *blocks):
-    """Returns the names after blocks of the page."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec("\n".join(blocks), names)
-    return names
-
-
-@pytest.fixture(scope="module")
-def routing():
-    return run({"__name__": "page"}, BLOCKS[0])
-
-
-@pytest.fixture(scope="module")
-def linen(routing):
-    return run(dict(routing), BLOCKS[1])
-
-
-@pytest.fixture(scope="module")
-def in_nnx(linen):
-    return run(dict(linen), BLOCKS[2])
+ROUTING, LINEN, NNX = range(3)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_it_is_a_loop_over_experts(routing, top_k):
+def test_it_is_a_loop_over_experts(top_k):
     """Values and gradients, beside a program that multiplies every token by every expert."""
     tokens, logits = normal(0, TOKENS, WIDTH), normal(1, TOKENS, EXPERTS)
     up, down = normal(2, EXPERTS, WIDTH, HIDDEN), normal(3, EXPERTS, HIDDEN, WIDTH)
@@ -56,7 +39,7 @@ def test_it_is_a_loop_over_experts(routing, top_k):
         def experts(rows, sizes):
             return jax.lax.ragged_dot(jnp.sin(jax.lax.ragged_dot(rows, up, sizes)), down, sizes)
 
-        out, balance = routing["mixture"](tokens, logits, top_k, experts)
+        out, balance = names_after(ROUTING)["mixture"](tokens, logits, top_k, experts)
         return jnp.sum(jnp.sin(out)) + balance, (out, balance)
 
     def by_expert(tokens, logits, up, down):
@@ -77,9 +60,10 @@ def test_it_is_a_loop_over_experts(routing, top_k):
 
 
 @pytest.mark.long
-def test_the_linen_layer_trains(linen):
+def test_the_linen_layer_trains():
     """Each gradient in FP8 is near that in bf16, but not equal to it; the loss is halved in 30 steps."""
-    model, x, y, step, state = (linen[name] for name in ("model", "x", "y", "train_step", "state"))
+    page = names_after(LINEN)
+    model, x, y, step, state = (page[name] for name in ("model", "x", "y", "train_step", "state"))
 
     @partial(jax.jit, static_argnums=1)
     def grads_of(variables, enabled):
@@ -105,8 +89,9 @@ def test_the_linen_layer_trains(linen):
 
 
 @pytest.mark.long
-def test_the_nnx_layer_trains(in_nnx):
-    model, optimizer, x, y, step = (in_nnx[name] for name in ("model", "optimizer", "x", "y", "train_step"))
+def test_the_nnx_layer_trains():
+    page = names_after(NNX)
+    model, optimizer, x, y, step = (page[name] for name in ("model", "optimizer", "x", "y", "train_step"))
     losses = [float(step(model, optimizer, x, y)) for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
     for experts in (model.up, model.down):
@@ -115,10 +100,9 @@ def test_the_nnx_layer_trains(in_nnx):
 
 
 @pytest.mark.long
-def test_each_device_routes_its_own_tokens(linen):
+def test_each_device_routes_its_own_tokens():
     """In shard_map: the gradients and the state of one call on all tokens."""
-    model, x, y, variables = (linen[name] for name in ("model", "x", "y", "variables"))
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    model, x, y, variables = (names_after(LINEN)[name] for name in ("model", "x", "y", "variables"))
 
     def loss(variables, x, y):
         return jnp.mean((model.apply(variables, x)[0] - y) ** 2)
@@ -127,7 +111,7 @@ def test_each_device_routes_its_own_tokens(linen):
         return jax.lax.pmean(loss(variables, x, y), "data")
 
     specs = P(), P("data"), P("data")
-    split = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    split = jax.shard_map(of_shard, mesh=mesh(data=4), in_specs=specs, out_specs=P())
     step = jax.jit(fp8.grad(split)).lower(variables, x, y).compile()
     assert "all-gather" not in step.as_text()
     actual, expected = step(variables, x, y), jax.jit(fp8.grad(loss))(variables, x, y)

@@ -3,11 +3,11 @@
 import json
 import re
 
-import jax
 import pytest
 
 from benchmarks import fidelity
 from tests import ROOT
+from tests.pages import examples_of, run
 
 FILES = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
@@ -16,20 +16,13 @@ README, IN_CHINESE = "README.md", "README.zh-CN.md"
 ELSEWHERE = ("docs/loops.md", "docs/moe.md", "docs/migrating.md", IN_CHINESE)
 
 
-def examples_of(text):
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
 WITH_CODE = [page for page, text in PAGES.items() if page not in ELSEWHERE and examples_of(text)]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_examples_run_in_order(page):
-    namespace = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for example in examples_of(PAGES[page]):
-            exec(compile(example, page, "exec"), namespace)
+    run(examples_of(PAGES[page]), page)
 
 
 def test_the_chinese_readme_has_the_same_blocks_of_code():

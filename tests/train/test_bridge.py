@@ -9,27 +9,11 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from tests.cases import OWG, assert_trees_equal
+from tests.train.net import Net, op_of
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 X = jnp.ones((2, 4))
-
-
-class Stack(nn.Module):
-    dot_general_cls: object
-    layers: int
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(self.layers):
-            x = nn.Dense(4, dot_general_cls=self.dot_general_cls, name=f"d{i}")(x)
-        return x
-
-
-def make(dot_general_cls, layers=2):
-    return Stack(dot_general_cls, layers)
-
-
-PLAIN, FP8 = make(None), make(fp8.Fp8DotGeneralOp)
+PLAIN, FP8 = Net(None), Net()
 
 
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
@@ -38,12 +22,11 @@ def test_there_and_back(freeze):
     with_state = fp8.add_fp8_state(variables, FP8, X)
     assert type(with_state) is type(variables)
     direct = freeze(FP8.init(jax.random.key(0), X))
-    assert jax.tree.structure(with_state) == jax.tree.structure(direct)
-    jax.tree.map(np.testing.assert_array_equal, with_state, direct)
-    assert with_state["params"]["d0"]["kernel"] is variables["params"]["d0"]["kernel"]
+    assert_trees_equal(with_state, direct)
+    assert with_state["params"]["first"]["kernel"] is variables["params"]["first"]["kernel"]
     back = fp8.remove_fp8_state(with_state)
     assert type(back) is type(variables)
-    jax.tree.map(np.testing.assert_array_equal, back, variables)
+    assert_trees_equal(back, variables)
     np.testing.assert_allclose(FP8.apply(with_state, X), PLAIN.apply(back, X), rtol=0.2, atol=0.1)
 
 
@@ -55,29 +38,28 @@ def test_abstract_inputs_and_keywords():
         @nn.compact
         def __call__(self, x, *, deterministic):
             x = nn.Dropout(0.5, deterministic=deterministic)(x)
-            return nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)(x)
+            return nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp)(x)
 
-    params = {"params": {"Dense_0": variables["params"]["d0"]}}
+    params = {"params": {"Dense_0": variables["params"]["first"]}}
     assert OWG in fp8.add_fp8_state(params, Net(), X, deterministic=False)
 
 
 def test_state_that_is_left_out_is_named():
     """The ops of Flax and of this package have the same state, but names of their own."""
-    variables = make(fp8.Fp8DirectDotGeneralOp, layers=1).init(jax.random.key(0), X)
-    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0"):
-        fresh = fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
-    assert list(fresh[OWG]["d0"]) == ["Fp8DotGeneralOp_0"]
+    variables = Net(fp8.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="first/Fp8DirectDotGeneralOp_0"):
+        fresh = fp8.add_fp8_state(variables, FP8, X)
+    assert list(fresh[OWG]["first"]) == ["Fp8DotGeneralOp_0"]
 
 
 def test_state_that_fits_is_kept():
     variables = FP8.init(jax.random.key(0), X)
     grown = fp8.grad(lambda v: jnp.sum(FP8.apply(v, 3 * X)))(variables)[OWG]
     again = fp8.add_fp8_state({**variables, OWG: grown}, FP8, X)
-    jax.tree.map(np.testing.assert_array_equal, again[OWG], grown)
-    half = {**variables, OWG: {"d0": grown["d0"]}}
+    assert_trees_equal(again[OWG], grown)
+    half = {**variables, OWG: {"first": grown["first"]}}
     filled = fp8.add_fp8_state(half, FP8, X)
-    jax.tree.map(np.testing.assert_array_equal, filled[OWG]["d0"], grown["d0"])
-    jax.tree.map(np.testing.assert_array_equal, filled[OWG]["d1"], variables[OWG]["d1"])
+    assert_trees_equal(filled[OWG], {"first": grown["first"], "second": variables[OWG]["second"]})
 
 
 def stacked(length, how, layers=3):
@@ -132,17 +114,21 @@ class TestAnotherLength:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("input_scale", (2,)), ("kernel_amax_history", (2, 1024)), ("kernel_amax_history", ())],
+    [("input_scale", (2,)), ("kernel_amax_history", (2, 4)), ("kernel_amax_history", ())],
 )
 def test_state_of_another_shape_is_refused(name, shape):
     variables, bad = FP8.init(jax.random.key(0), X), FP8.init(jax.random.key(0), X)
-    bad[OWG]["d0"]["Fp8DotGeneralOp_0"][name] = jnp.ones(shape)
-    message = rf"d0/Fp8DotGeneralOp_0/{name} has shape {re.escape(str(shape))}"
+    op_of(bad)[name] = jnp.ones(shape)
+    message = rf"first/Fp8DotGeneralOp_0/{name} has shape {re.escape(str(shape))}"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(bad, FP8, X)
-    jax.tree.map(
-        np.testing.assert_array_equal, fp8.add_fp8_state(fp8.remove_fp8_state(bad), FP8, X), variables
-    )
+    assert_trees_equal(fp8.add_fp8_state(fp8.remove_fp8_state(bad), FP8, X), variables)
+
+
+def test_state_that_was_cast_is_refused():
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), FP8.init(jax.random.key(0), X))
+    with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_.* must be float32"):
+        fp8.add_fp8_state(narrow, FP8, X)
 
 
 @pytest.mark.parametrize(("layers", "length"), [(2, 5), (1, 1)])
@@ -153,7 +139,7 @@ def test_state_of_another_number_of_layers_is_refused(layers, length):
     with pytest.raises(ValueError, match=rf"\({layers}, {length}\).*\(3, 5\)"):
         fp8.add_fp8_state({**variables, OWG: foreign}, model, X)
     result = fp8.add_fp8_state({"params": variables["params"]}, model, X)
-    jax.tree.map(np.testing.assert_array_equal, result, variables)
+    assert_trees_equal(result, variables)
 
 
 def test_a_model_that_needs_no_state():

@@ -10,42 +10,16 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import normal, variables_of
+from tests.cases import OWG, assert_trees_equal, mesh, normal, variables_of
+from tests.models import in_scan
+from tests.train.net import MODEL, VARIABLES, Net, Op, op_of
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
-RECIPE = fp8.DelayedScaling(amax_history_len=4)
-Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
-
-
-class Net(nn.Module):
-    """Two layers; the second one is called only on demand."""
-
-    op: object = Op
-
-    @nn.compact
-    def __call__(self, x, use_second=True):
-        x = nn.relu(nn.Dense(16, dot_general_cls=self.op, name="first")(x))
-        second = nn.Dense(8, dot_general_cls=self.op, name="second")
-        return second(x) if use_second or self.is_initializing() else x
-
-
-MODEL = Net()
-X = 1e3 * normal(0, 8, 16)
-VARIABLES = variables_of(MODEL, X)
+X = 1e3 * normal(0, 8, 6)
 HIDDEN = jax.jit(partial(Net(None).apply, use_second=False))({"params": VARIABLES["params"]}, X)
 
 
 def loss(variables, x):
     return 1e-6 * jnp.mean(MODEL.apply(variables, x) ** 2)
-
-
-def op_state(variables, name):
-    return variables[OWG][name]["Fp8DotGeneralOp_0"]
-
-
-def assert_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def error(actual, expected):
@@ -54,29 +28,29 @@ def error(actual, expected):
 
 def test_forward():
     after = fp8.calibrate(MODEL.apply, VARIABLES, [X / 2, X, X / 4])
-    assert_equal(after["params"], VARIABLES["params"])
+    assert_trees_equal(after["params"], VARIABLES["params"])
     for name, x in (("first", X), ("second", HIDDEN)):
-        state, kernel = op_state(after, name), VARIABLES["params"][name]["kernel"]
+        state, kernel = op_of(after, name), VARIABLES["params"][name]["kernel"]
         for role, tensor in (("input", x), ("kernel", kernel)):
             amax = np.max(np.abs(tensor))
             # The amaxes are those of wide tensors, without the rounding or saturation of earlier layers.
             np.testing.assert_allclose(state[f"{role}_amax_history"], [amax, 0, 0, 0], rtol=1e-6)
             np.testing.assert_allclose(state[f"{role}_scale"], [amax / 448], rtol=1e-6)
         for leaf in ("output_grad_scale", "output_grad_amax_history"):
-            np.testing.assert_array_equal(state[leaf], op_state(VARIABLES, name)[leaf])
+            np.testing.assert_array_equal(state[leaf], op_of(VARIABLES, name)[leaf])
 
 
 def test_backward():
     after = fp8.calibrate(loss, VARIABLES, [X, X / 2], backward=True)
     forward = fp8.calibrate(MODEL.apply, VARIABLES, [X, X / 2])
-    state = op_state(after, "second")
+    state = op_of(after, "second")
     for leaf in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
-        np.testing.assert_array_equal(state[leaf], op_state(forward, "second")[leaf])
+        np.testing.assert_array_equal(state[leaf], op_of(forward, "second")[leaf])
     out = Net(None).apply({"params": VARIABLES["params"]}, X)
     amax = np.max(np.abs(2e-6 * out / out.size))
     np.testing.assert_allclose(state["output_grad_amax_history"], [amax, 0, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(state["output_grad_scale"], [amax / 57344], rtol=1e-6)
-    assert_equal(after["params"], VARIABLES["params"])
+    assert_trees_equal(after["params"], VARIABLES["params"])
 
 
 def test_the_next_step_uses_these_scales():
@@ -85,26 +59,7 @@ def test_the_next_step_uses_these_scales():
     for name in ("first", "second"):
         for role in ("input", "kernel", "output_grad"):
             scale = f"{role}_scale"
-            np.testing.assert_array_equal(op_state(new, name)[scale], op_state(after, name)[scale])
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        fp8.DelayedScaling(amax_history_len=4, margin=2),
-        fp8.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
-        fp8.DelayedScaling(amax_history_len=4, use_power_2_scales=True),
-    ],
-    ids=["margin", "most_recent", "power_2"],
-)
-def test_options_of_the_recipe(recipe):
-    layer = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-    x = jnp.full((2, 4), 3000.0)
-    variables = fp8.calibrate(layer.apply, variables_of(layer, x), [x, x / 8])
-    scale = 3000 * 2.0**recipe.margin / 448
-    expected = 2.0 ** np.ceil(np.log2(scale)) if recipe.use_power_2_scales else scale
-    state = variables[OWG]["Fp8DotGeneralOp_0"]
-    np.testing.assert_allclose(state["input_scale"], [expected], rtol=1e-6)
+            np.testing.assert_array_equal(op_of(new, name)[scale], op_of(after, name)[scale])
 
 
 def test_11_the_first_step():
@@ -136,38 +91,19 @@ def test_11_the_first_step():
     assert max(errors["calibrated"]) < 0.05, errors
 
 
-class Stack(nn.Module):
-    """A layer with remat inside of a scan; its weights are stacked or shared."""
-
-    tied: bool
-
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.Dense(16, dot_general_cls=Op)(x), None
-
-        axes = (
-            {"variable_broadcast": ["params", OWG], "split_rngs": {"params": False}}
-            if self.tied
-            else {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
-        )
-        return nn.scan(nn.remat(Body), length=3, **axes)(name="stack")(x, None)[0]
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["stacked", "tied"])
 def test_under_transformations(tied):
-    model = Stack(tied)
+    """A layer with remat inside of a scan; its weights are stacked or shared."""
+    model = in_scan(tied, remat=True)(Op)
     variables = variables_of(model, X)
     after = fp8.calibrate(lambda v, x: jnp.sum(model.apply(v, x)), variables, [X], backward=True)
-    params = variables["params"]["stack"]["Dense_0"]
+    params = variables["params"]["layers"]["Dense_0"]
     x, amaxes = X, []
     for i in range(3):
         amaxes.append(np.max(np.abs(x)))
         layer = params if tied else jax.tree.map(lambda leaf, i=i: leaf[i], params)
-        x = nn.Dense(16).apply({"params": layer}, x)
-    state = after[OWG]["stack"]["Dense_0"]["Fp8DotGeneralOp_0"]
+        x = nn.tanh(nn.Dense(6).apply({"params": layer}, x))
+    state = after[OWG]["layers"]["Dense_0"]["Fp8DotGeneralOp_0"]
     assert np.all(state["output_grad_amax_history"][..., 0] > 0)
     newest = state["input_amax_history"][..., 0]
     np.testing.assert_allclose(newest, max(amaxes) if tied else amaxes, rtol=1e-5)
@@ -188,7 +124,7 @@ def test_a_model_that_differentiates_itself():
     variables = {collection: {"net": tree} for collection, tree in VARIABLES.items()}
     after = fp8.calibrate(Differentiated().apply, variables, [X], backward=True, has_aux=True)
     expected = fp8.calibrate(lambda v, x: jnp.sum(MODEL.apply(v, x)), VARIABLES, [X], backward=True)
-    assert_equal({collection: tree["net"] for collection, tree in after.items()}, expected)
+    assert_trees_equal({collection: tree["net"] for collection, tree in after.items()}, expected)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -202,9 +138,9 @@ def test_a_call_under_stop_gradient(backward):
     after = fp8.calibrate(distance, VARIABLES, [X], backward=backward)
     expected = fp8.calibrate(MODEL.apply, VARIABLES, [50 * X])
     for name in ("first", "second"):
-        state = op_state(after, name)
+        state = op_of(after, name)
         for leaf in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
-            np.testing.assert_array_equal(state[leaf], op_state(expected, name)[leaf])
+            np.testing.assert_array_equal(state[leaf], op_of(expected, name)[leaf])
         assert (state["output_grad_amax_history"][0] > 0) == backward
 
 
@@ -213,7 +149,7 @@ class WithFunctions(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (16, 8))
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (6, 8))
 
         def state(role):
             leaves = {"scale": jnp.ones((1,)), "amax_history": jnp.zeros((4,))}
@@ -230,18 +166,15 @@ def test_the_functions_are_calibrated_as_the_op():
         of_squares = lambda v, x, model=model: jnp.sum(model.apply(v, x) ** 2)  # noqa: E731
         state = fp8.calibrate(of_squares, variables_of(model, X), [X], backward=True)[OWG]
         states.append(state.get("Fp8DotGeneralOp_0", state))
-    assert_equal(*states)
+    assert_trees_equal(*states)
 
 
 def test_without_gradients_and_in_shard_map():
     """A decoder returns integers; and each device reports the amax of its part of the data."""
     expected = fp8.calibrate(MODEL.apply, VARIABLES, [X])
-    assert_equal(fp8.calibrate(lambda v, x: jnp.argmax(MODEL.apply(v, x)), VARIABLES, [X]), expected)
-    mesh = jax.make_mesh(
-        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
+    assert_trees_equal(fp8.calibrate(lambda v, x: jnp.argmax(MODEL.apply(v, x)), VARIABLES, [X]), expected)
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    split = jax.shard_map(lambda v, x: jax.lax.pmean(loss(v, x), "data"), mesh=mesh, **specs)
+    split = jax.shard_map(lambda v, x: jax.lax.pmean(loss(v, x), "data"), mesh=mesh(data=2), **specs)
     found = fp8.calibrate(split, VARIABLES, [X], backward=True)
     expected = fp8.calibrate(loss, VARIABLES, [X], backward=True)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
@@ -253,20 +186,20 @@ def test_inputs_of_every_kind():
     aux = fp8.calibrate(
         lambda v, b: (loss(v, b["x"]), b), VARIABLES, [{"x": X}], backward=True, has_aux=True
     )
-    assert_equal(aux, fp8.calibrate(loss, VARIABLES, [X], backward=True))
+    assert_trees_equal(aux, fp8.calibrate(loss, VARIABLES, [X], backward=True))
     # Integers beside a float, and a history that is not empty.
     with_ints = fp8.calibrate(lambda v, x: (MODEL.apply(v, x), jnp.argmax(x)), frozen, [X / 2])
-    history = op_state(with_ints, "first")["input_amax_history"]
+    history = op_of(with_ints, "first")["input_amax_history"]
     amax = np.max(np.abs(X))
     np.testing.assert_allclose(history, [amax / 2, 0, 0, amax], rtol=1e-6)
 
 
 def test_a_batch_of_zeros_says_nothing():
     after = fp8.calibrate(MODEL.apply, VARIABLES, [0 * X, 1e-6 * X])
-    state = op_state(after, "first")
+    state = op_of(after, "first")
     np.testing.assert_allclose(state["input_scale"], [1e-6 * np.max(np.abs(X)) / 448], rtol=1e-6)
     zeros = fp8.calibrate(lambda v, x: (MODEL.apply(v, x), 3), VARIABLES, [0 * X])
-    np.testing.assert_array_equal(op_state(zeros, "first")["input_scale"], [1.0])
+    np.testing.assert_array_equal(op_of(zeros, "first")["input_scale"], [1.0])
 
 
 class TestRefused:
@@ -296,19 +229,18 @@ class TestRefused:
         match = "second/Fp8DotGeneralOp_0/input_amax_history"
         with pytest.warns(UserWarning, match=match):
             after = fp8.calibrate(partial(MODEL.apply, use_second=False), VARIABLES, [X])
-        assert_equal(op_state(after, "second"), op_state(VARIABLES, "second"))
-        assert op_state(after, "first")["input_amax_history"][0] == np.max(np.abs(X))
+        assert_trees_equal(op_of(after, "second"), op_of(VARIABLES, "second"))
+        assert op_of(after, "first")["input_amax_history"][0] == np.max(np.abs(X))
 
 
 def test_states_stacked_along_another_axis():
     """Reports to the host, and frozen scales, take the amaxes of each layer."""
-    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
 
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
             ones = nn.initializers.ones
-            return nn.Dense(4, use_bias=False, kernel_init=ones, dot_general_cls=op)(x), None
+            return nn.Dense(4, use_bias=False, kernel_init=ones, dot_general_cls=Op)(x), None
 
     axes = {"params": 1, OWG: 1}
     model = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()

@@ -1,9 +1,7 @@
-"""Orbax and flax.serialization restore train states bit for bit, or raise an error."""
+"""Checkpoints of Orbax: their layout, and FP8 after a run without it. test_recipe_change resumes a run."""
 
 from functools import cache, partial
 
-import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,30 +10,16 @@ import orbax.checkpoint as ocp
 import pytest
 
 import fp8flax as fp8
-from tests.cases import normal, variables_of
+from tests.cases import OWG, normal, variables_of
+from tests.train.net import Net, Op, op_of
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 X = normal(0, 8, 16, dtype=jnp.bfloat16)
 AMAX = np.float32(np.max(np.abs(np.float32(X))))
 TX = optax.adam(1e-2)
 
 
-class Net(nn.Module):
-    """Two layers in bfloat16; without FP8 if the history length ``length`` is None."""
-
-    length: int | None = 4
-    width: int = 16
-
-    @nn.compact
-    def __call__(self, x):
-        op = None
-        if self.length is not None:
-            op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=self.length))
-        dense = partial(nn.Dense, param_dtype=jnp.bfloat16, dot_general_cls=op)
-        return dense(16, name="second")(dense(self.width, name="first")(x))
-
-
-net = cache(Net)  # one object per model, so that its train states are of one kind
+# One object per model, so that its train states are of one kind.
+NET, WIDE = (Net(op, param_dtype=jnp.bfloat16) for op in (Op, None))
 
 
 def start(model):
@@ -89,35 +73,11 @@ def orbax_restore(path, *target):
         return checkpointer.restore(path, *target)
 
 
-def through_orbax(path, tree, target):
-    orbax_save(path / "checkpoint", tree)
-    return orbax_restore(path / "checkpoint", target)
-
-
-def through_msgpack(path, tree, target):
-    (path / "checkpoint").write_bytes(flax.serialization.to_bytes(tree))
-    return flax.serialization.from_bytes(target, (path / "checkpoint").read_bytes())
-
-
-both = pytest.mark.parametrize("through", [through_orbax, through_msgpack], ids=["orbax", "msgpack"])
-
-
-@pytest.mark.long
-@both
-def test_a_train_state_comes_back(through, tmp_path):
-    state = trained(net())
-    assert all(np.all(leaf[..., :1] > 0) for leaf in jax.tree.leaves(state.params[OWG]))
-    restored = through(tmp_path, state, abstract(net()))
-    assert isinstance(restored, fp8.TrainState)
-    assert_same(restored, state)
-    assert_same(train_step(restored, X), train_step(state, X))
-
-
 def test_a_checkpoint_has_the_names_of_flax(tmp_path):
     """The layout is version 1 of the format; a change would break all checkpoints of users."""
-    orbax_save(tmp_path / "checkpoint", trained(net()))
-    state = orbax_restore(tmp_path / "checkpoint")["params"][OWG]
-    found = {name: (str(dtype), shape) for name, dtype, shape, _ in bits_of(state)}
+    orbax_save(tmp_path / "checkpoint", trained(NET))
+    variables = orbax_restore(tmp_path / "checkpoint")["params"]
+    found = {name: (str(dtype), shape) for name, dtype, shape, _ in bits_of(variables[OWG])}
     assert found == {
         f"['{layer}']['Fp8DotGeneralOp_0']['{role}_{leaf}']": ("float32", shape)
         for layer in ("first", "second")
@@ -125,42 +85,26 @@ def test_a_checkpoint_has_the_names_of_flax(tmp_path):
         for leaf, shape in (("scale", (1,)), ("amax_history", (4,)))
     }
     # Inputs grew from step to step: the newest amax comes first, then the oldest to the second newest.
-    newest, _, oldest, second = np.asarray(state["first"]["Fp8DotGeneralOp_0"]["input_amax_history"])
+    newest, _, oldest, second = np.asarray(op_of(variables)["input_amax_history"])
     np.testing.assert_array_equal([oldest, second, newest], AMAX * np.float32([1, 2, 4]))
 
 
 @pytest.mark.long
-@both
-def test_a_checkpoint_without_fp8_begins_an_fp8_run(through, tmp_path):
-    before = trained(net(None))
-    restored = through(tmp_path, before, abstract(net(None)))
+def test_a_checkpoint_without_fp8_begins_an_fp8_run(tmp_path):
+    before = trained(WIDE)
+    orbax_save(tmp_path / "checkpoint", before)
+    restored = orbax_restore(tmp_path / "checkpoint", abstract(WIDE))
     assert OWG not in restored.params
-    variables = fp8.add_fp8_state(restored.params, net(), X)
-    state = restored.replace(apply_fn=abstract(net()).apply_fn, params=variables)
+    variables = fp8.add_fp8_state(restored.params, NET, X)
+    state = restored.replace(apply_fn=abstract(NET).apply_fn, params=variables)
     assert_same(state.params["params"], before.params["params"])
     assert_same(state.opt_state, before.opt_state)
-    assert_same(variables[OWG], trained(net(), 0).params[OWG])
+    assert_same(variables[OWG], trained(NET, 0).params[OWG])
     after = train_step(state, X)
     assert int(after.step) == 4
-    histories = after.params[OWG]["first"]["Fp8DotGeneralOp_0"]
-    np.testing.assert_array_equal(histories["input_amax_history"], [AMAX, 0, 0, 0])
+    np.testing.assert_array_equal(op_of(after.params)["input_amax_history"], [AMAX, 0, 0, 0])
 
     back = restored.replace(params=fp8.remove_fp8_state(after.params))
-    (tmp_path / "back").mkdir()
-    assert_same(through(tmp_path / "back", back, abstract(net(None))), back)
+    orbax_save(tmp_path / "back", back)
+    assert_same(orbax_restore(tmp_path / "back", abstract(WIDE)), back)
     train_step(back, X)
-
-
-def test_a_cast_of_the_whole_checkpoint_is_refused(tmp_path):
-    orbax_save(tmp_path / "checkpoint", trained(net()).params)
-    narrow = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), abstract(net()).params)
-    restored = orbax_restore(tmp_path / "checkpoint", narrow)
-    message = "_overwrite_with_gradient/first/Fp8DotGeneralOp_0/input_(scale|amax_history) must be float32"
-    with pytest.raises(TypeError, match=message):
-        fp8.add_fp8_state(restored, net(), X)
-    with pytest.raises(TypeError, match=message):
-        fp8.TrainState.create(apply_fn=net().apply, params=restored, tx=TX)
-    with pytest.raises(TypeError, match=message):
-        train_step(trained(net()).replace(params=restored), X)
-    with pytest.raises(TypeError, match="must be float32; got bfloat16"):
-        net().apply(restored, X)

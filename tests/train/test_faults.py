@@ -4,7 +4,6 @@ A small model is trained through random sequences of good and bad steps. The sca
 is compared with a model of it in NumPy, exactly.
 """
 
-import functools
 from functools import partial
 
 import flax.linen as nn
@@ -16,16 +15,17 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import variables_of
+from tests import reference
+from tests.cases import MATMUL, OWG, assert_trees_equal, data, make_step, variables_of
+from tests.train.net import op_of
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 ROWS, FEATURES, MICROBATCHES = 4, 6, 3
 HIDDEN = 8
 WIDTHS = {"first": HIDDEN, "second": HIDDEN, "third": 3}
-MAX_OF_ROLE = {"input": 448.0, "kernel": 448.0, "output_grad": 57344.0}
-TENSORS = [(name, role) for name in WIDTHS for role in MAX_OF_ROLE]
-FP8_MAX = np.float32([MAX_OF_ROLE[role] for _, role in TENSORS])
+DTYPES = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
+TENSORS = [(name, role) for name in WIDTHS for role in DTYPES]
 HISTORY = 4
+RECIPE = fp8.DelayedScaling(amax_history_len=HISTORY)
 FAULTS = (np.nan, np.inf, -np.inf)
 LEARNING_RATE = 0.01
 NEVER = 10**6  # ``optax.apply_if_finite`` applies a bad update after this many errors in a row
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
         ``taps`` are zeros that are added to each layer's output: their gradients are its output gradients.
         """
-        op = op_with(fp8.DelayedScaling(amax_history_len=HISTORY))
+        op = op_with(RECIPE)
 
         def layer(name):
             return nn.Dense(WIDTHS[name], dot_general_cls=op, name=name)
@@ -87,15 +87,6 @@ def train_step(state, x, g, skip):
     return state.apply_gradients(grads=grads), grads["params"], inputs, output_grads
 
 
-def scaling_state(state):
-    """Returns the scales and the histories of all tensors, stacked."""
-    ops = {name: state.params[OWG][name]["Fp8DotGeneralOp_0"] for name in WIDTHS}
-    return [
-        np.stack([ops[name][role + suffix] for name, role in TENSORS])
-        for suffix in ("_scale", "_amax_history")
-    ]
-
-
 def bits(tree):
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
@@ -103,27 +94,6 @@ def bits(tree):
 def amax(x):
     """Returns the amax of each microbatch, over the last two axes; -inf for an empty one."""
     return np.abs(x).max(axis=(-2, -1), initial=-np.inf)
-
-
-def next_scaling_state(scale, history, amaxes, used=True, fp8_max=FP8_MAX):
-    """Returns the scaling state of some tensors after a step, by the NumPy model.
-
-    Args:
-        scale: shape ``(tensors,)``.
-        history: shape ``(tensors, length)``.
-        amaxes: the largest magnitude of each tensor in this step; not finite where there is none.
-        used: whether a gradient arrived.
-    """
-    largest = history.max(axis=1)
-    with np.errstate(divide="ignore"):
-        new_scale = 1 / (fp8_max / largest)
-    new_scale = np.clip(new_scale, np.finfo(np.float32).tiny, np.finfo(np.float32).max)
-    pushed = np.roll(history, -1, axis=1)
-    pushed[:, 0] = amaxes
-    return (
-        np.where(used & (largest > 0), new_scale, scale),
-        np.where((used & np.isfinite(amaxes))[:, None], pushed, history),
-    )
 
 
 def with_fault(x, where, fault):
@@ -145,8 +115,7 @@ def amaxes_of_step(params, x, g, skip, inputs, output_grads):
         seen[name, "kernel"] = amax(params[name]["kernel"])
         seen[name, "output_grad"] = amax(output_grads[name])
     seen["second", "output_grad"] = np.where(skip, -np.inf, seen["second", "output_grad"])
-    used = [name != "second" or not skip.all() for name, _ in TENSORS]
-    return np.float32([np.max(seen[tensor]) for tensor in TENSORS]), np.array(used)
+    return [(np.max(seen[name, role]), name != "second" or not skip.all()) for name, role in TENSORS]
 
 
 # name: (batch and its output gradients after the change, for a place and a fault; whether all is finite)
@@ -182,12 +151,17 @@ def test_any_sequence_of_good_and_bad_steps():
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, before)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state)), (i, name)
         # The scaling state.
-        scale, history = scaling_state(before)
         amaxes = amaxes_of_step(before.params["params"], x, g, skip, inputs, output_grads)
-        scale, history = next_scaling_state(scale[:, 0], history, *amaxes)
-        new_scale, new_history = scaling_state(state)
-        np.testing.assert_array_equal(new_scale[:, 0], scale, err_msg=f"{i} {name}")
-        np.testing.assert_array_equal(new_history, history, err_msg=f"{i} {name}")
+        for (layer, role), (newest, is_used) in zip(TENSORS, amaxes):
+            leaves = [f"{role}_scale", f"{role}_amax_history"]
+            (scale, history), new = (
+                [op_of(s.params, layer)[leaf] for leaf in leaves] for s in (before, state)
+            )
+            if is_used:
+                scale = reference.next_scale(history, scale, DTYPES[role])
+                history = reference.next_history([newest], history)
+            np.testing.assert_array_equal(new[0], scale, err_msg=f"{i} {name}")
+            np.testing.assert_array_equal(new[1], history, err_msg=f"{i} {name}")
         # The parameters.
         found = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
         assert is_finite in (None, found), (i, name)
@@ -196,99 +170,51 @@ def test_any_sequence_of_good_and_bad_steps():
         assert changed == found or name in ("zeros", "no gradient", "empty", "tiny"), (i, name)
 
 
-class TestOneTensor:
-    """Faults are in exactly one of the input, the kernel and the output gradient."""
+@pytest.mark.parametrize(
+    ("form", "role", "fault"),
+    [*zip(["direct"] * 3, DTYPES, FAULTS), *zip(["qdq"] * 3, DTYPES, FAULTS[::-1])],
+)
+def test_a_tensor_with_a_fault_alone_keeps_its_history(form, role, fault):
+    op, expected = op_with(RECIPE, form)(), reference.DenseStep(HISTORY)
+    step, shapes = make_step(op, MATMUL), ((ROWS, FEATURES), (FEATURES, 3))
+    variables = variables_of(op, *map(jnp.ones, shapes), MATMUL)
+    for i in range(4):
+        tensors = dict(zip(DTYPES, map(np.asarray, data(i, *shapes, MATMUL, jnp.float32))))
+        if i == 2:
+            tensors[role] = with_fault(tensors[role], 7, fault)
+        (variables, *_), out = step(variables, *tensors.values())
+        expected(*tensors.values())
+        for name in DTYPES:
+            np.testing.assert_array_equal(variables[OWG][f"{name}_scale"], expected.scale[name])
+            np.testing.assert_array_equal(variables[OWG][f"{name}_amax_history"], expected.history[name])
+    assert np.isfinite(out).all()
 
-    roles = tuple(MAX_OF_ROLE)
 
-    @staticmethod
-    @functools.cache
-    def layer(form):
-        """Returns a state at its first step, and the jitted step."""
-        op = op_with(fp8.DelayedScaling(amax_history_len=HISTORY), form)
-        model = nn.Dense(3, use_bias=False, dot_general_cls=op)
-        variables = variables_of(model, jnp.ones((ROWS, FEATURES)))
-        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(LEARNING_RATE))
+def test_an_empty_microbatch_leaves_the_word_to_the_others():
+    """The state of two microbatches is that of one call on both."""
+    model = nn.Dense(3, use_bias=False, dot_general_cls=op_with(RECIPE))
 
-        @jax.jit
-        def step(state, *microbatches):
-            def loss(variables):
-                outs = [state.apply_fn(variables, x) for x, _ in microbatches]
-                return sum((jnp.sum(y * g) for y, (_, g) in zip(outs, microbatches)), jnp.zeros(()))
+    @jax.jit
+    def state_after(variables, *microbatches):
+        def loss(variables):
+            return sum((jnp.sum(model.apply(variables, x) * g) for x, g in microbatches), jnp.zeros(()))
 
-            value, grads = fp8.value_and_grad(loss)(state.params)
-            return state.apply_gradients(grads=grads), value
+        return fp8.grad(loss)(variables)[OWG]
 
-        return state, step
-
-    def step_as_expected(self, form, state, *microbatches):
-        """Takes a step, and compares the scaling state of the three tensors with the model's."""
-        op = state.params[OWG]["Fp8DotGeneralOp_0"]
-        xs, gs = zip(*microbatches)
-        amaxes = np.float32(
-            [np.max([amax(t) for t in ts]) for ts in (xs, [state.params["params"]["kernel"]], gs)]
-        )
-        scale, history = next_scaling_state(
-            np.stack([op[f"{role}_scale"][0] for role in self.roles]),
-            np.stack([op[f"{role}_amax_history"] for role in self.roles]),
-            amaxes,
-            fp8_max=FP8_MAX[:3],
-        )
-        new, loss = self.layer(form)[1](state, *microbatches)
-        new_op = new.params[OWG]["Fp8DotGeneralOp_0"]
-        for i, role in enumerate(self.roles):
-            np.testing.assert_array_equal(new_op[f"{role}_scale"], scale[i : i + 1])
-            np.testing.assert_array_equal(new_op[f"{role}_amax_history"], history[i])
-            kept = bits(new_op[f"{role}_amax_history"]) == bits(op[f"{role}_amax_history"])
-            assert kept == (not np.isfinite(amaxes[i]))
-        return new, loss
-
-    @pytest.mark.parametrize(
-        ("form", "role", "fault"),
-        [
-            *zip(["direct"] * 3, roles, FAULTS),
-            *zip(["qdq"] * 3, roles, FAULTS[::-1]),
-        ],
-    )
-    def test_it_alone_keeps_its_history(self, form, role, fault):
-        state, _ = self.layer(form)
-        for i in range(2):
-            state, _ = self.step_as_expected(form, state, (X[i, 0], G[i, 0]))
-        x, g, params = X[2, 0], G[2, 0], state.params["params"]
-        if role == "input":
-            x = with_fault(x, 7, fault)
-        elif role == "output_grad":
-            g = with_fault(g, 7, fault)
-        else:
-            kernel = jnp.array(with_fault(np.array(params["kernel"]), 7, fault))
-            state = state.replace(params={**state.params, "params": {"kernel": kernel}})
-        state, _ = self.step_as_expected(form, state, (x, g))
-        state = state.replace(params={**state.params, "params": params})
-        state, loss = self.step_as_expected(form, state, (X[3, 0], G[3, 0]))
-        assert np.isfinite(loss)
-        assert bits(state.params["params"]) != bits(params)
-
-    def test_an_empty_microbatch_leaves_the_word_to_the_others(self):
-        state, _ = self.layer("direct")
-        good, empty = (X[0, 0], G[0, 0]), (X[0, 0, :0], G[0, 0, :0])
-        state, _ = self.step_as_expected("direct", state, good)
-        for order in (good, empty), (empty, good):
-            state, loss = self.step_as_expected("direct", state, *order)
-            assert np.isfinite(loss)
-        bad = (with_fault(good[0], 3, np.nan), with_fault(good[1], 3, -np.inf))
-        for order in (bad, empty), (good, bad):
-            after, _ = self.step_as_expected("direct", state, *order)
-            np.testing.assert_array_equal(
-                after.params[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"],
-                state.params[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"],
-            )
+    good, empty = (X[0, 0], G[0, 0]), (X[0, 0, :0], G[0, 0, :0])
+    bad = with_fault(good[0], 3, np.nan), with_fault(good[1], 3, -np.inf)
+    variables = variables_of(model, good[0])
+    variables |= {OWG: state_after(variables, good)}
+    for pair in ((good, empty), (empty, good), (bad, empty), (good, bad)):
+        both = tuple(np.concatenate(arrays) for arrays in zip(*pair))
+        assert_trees_equal(state_after(variables, *pair), state_after(variables, both))
 
 
 @pytest.mark.parametrize(
     ("recipe", "form"),
     [
-        (fp8.DelayedScaling(amax_history_len=HISTORY), "direct"),
-        (fp8.DelayedScaling(amax_history_len=HISTORY), "qdq"),
+        (RECIPE, "direct"),
+        (RECIPE, "qdq"),
         (fp8.Float8CurrentScaling(), "direct"),
     ],
     ids=["delayed", "delayed-qdq", "current"],
@@ -308,35 +234,3 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form):
         assert bits(new) == bits(old)
     again = gradient({**variables, **{name: grads[name] for name in grads if name == OWG}}, 1.0)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again))
-
-
-@pytest.mark.parametrize(
-    ("wrap", "length", "algorithm"),
-    [(lambda f: f, 1, "max"), (jax.jit, HISTORY, "max"), (jax.jit, 1, "most_recent")],
-    ids=["eager", "jit", "most_recent"],
-)
-def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
-    """A history of such amaxes is all zeros, so the scale stays until there is other data."""
-    recipe = fp8.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
-    model = nn.Dense(3, use_bias=False, dot_general_cls=op_with(recipe))
-    state = fp8.TrainState.create(
-        apply_fn=model.apply, params=variables_of(model, X[0, 0]), tx=optax.sgd(0.0)
-    )
-
-    @jax.jit
-    def gradient(variables, amax):
-        return fp8.grad(lambda v: jnp.sum(model.apply(v, X[0, 0]) * amax))(variables)
-
-    @wrap
-    def apply(state, grads):
-        return state.apply_gradients(grads=grads)
-
-    scales = []
-    for amax in np.float32([2.0, 1e-40, 4.0, 8.0]):
-        grads = gradient(state.params, amax)
-        state = apply(state, grads)
-        op = state.params[OWG]["Fp8DotGeneralOp_0"]
-        assert bits(op) == bits(grads[OWG]["Fp8DotGeneralOp_0"])
-        assert bits(op["output_grad_amax_history"][0]) == bits(amax)
-        scales.append(op["output_grad_scale"][0])
-    np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)

@@ -1,7 +1,5 @@
 """Training loops of others: Flax's loss scale, ``check_state``, and the code of docs/loops.md."""
 
-import copy
-import functools
 import re
 import warnings
 from functools import partial
@@ -17,26 +15,13 @@ from flax.training import dynamic_scale
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import normal, variables_of
+from tests.cases import OWG, assert_trees_equal, variables_of
+from tests.models import in_scan
+from tests.pages import examples_of, run
+from tests.train.net import MODEL, VARIABLES, Op, X, gradient, op_of, trained
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
-Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
-X = normal(0, 16, 8)
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
 Y = jnp.sin(X.sum(-1, keepdims=True))
-
-
-@pytest.fixture(autouse=True)
-def _promotion_of_users():
-    """Flax's ``DynamicScale``, ``nn.Dense(dtype=float16)`` and Optax mix dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        dense = partial(nn.Dense, dot_general_cls=Op)
-        return dense(1, name="second")(nn.relu(dense(16, name="first")(x)))
 
 
 class Half(nn.Module):
@@ -52,15 +37,8 @@ def loss_of(model, variables, x=X):
     return jnp.mean((model.apply(variables, x) - Y) ** 2)
 
 
-def assert_trees_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 HALF = Half()
 HALF_START = variables_of(HALF, X, seed=5)
-MODEL = MLP()
-START = variables_of(MODEL, X)
 ADAM = optax.adam(1e-2)  # one object, so that all steps of a kind are one program
 
 
@@ -124,8 +102,7 @@ class TestDynamicScale:
         np.testing.assert_allclose(value, loss_of(HALF, HALF_START) + 9, rtol=1e-5)
         assert (aux["offset"], offset_grad, bool(result.finite)) == (3.0, 6.0, True)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
-        op = grads[OWG]["first"]["Fp8DotGeneralOp_0"]
-        assert_trees_equal(op["input_scale"], jnp.ones((1,)))
+        assert_trees_equal(op_of(grads)["input_scale"], jnp.ones((1,)))
 
     @pytest.mark.long
     def test_over_devices_the_state_is_the_maximum(self):
@@ -139,25 +116,6 @@ class TestDynamicScale:
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b.max(0)), reduced[OWG], each[OWG])
         close = partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3)
         jax.tree.map(lambda a, b: close(a[1], b.mean(0)), reduced["params"], each["params"])
-
-
-gradient = jax.jit(fp8.grad(partial(loss_of, MODEL)))
-
-
-@functools.cache
-def _trained(steps):
-    variables = START
-    for i in range(steps):
-        variables = {**variables, OWG: gradient(variables, (i + 1.0) * X)[OWG]}
-    return variables
-
-
-def trained(steps=2):
-    return copy.deepcopy(_trained(steps))
-
-
-def op_of(variables, layer="first"):
-    return variables[OWG][layer]["Fp8DotGeneralOp_0"]
 
 
 FIRST = f"{OWG}/first/Fp8DotGeneralOp_0/"
@@ -207,14 +165,14 @@ class TestCheckState:
 
     def test_a_state_that_never_moved(self):
         with pytest.raises(ValueError, match="No history has moved"):
-            fp8.check_state(START)
+            fp8.check_state(VARIABLES)
         variables = trained()
         with pytest.raises(ValueError, match="No history has moved"):
             fp8.check_state(variables, before=variables)
 
     def test_a_layer_that_did_not_move_is_a_warning(self):
         variables, before = trained(2), trained(1)
-        variables[OWG]["second"] = START[OWG]["second"]
+        variables[OWG]["second"] = VARIABLES[OWG]["second"]
         with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
             fp8.check_state(variables)
         variables[OWG]["second"] = before[OWG]["second"]
@@ -222,7 +180,7 @@ class TestCheckState:
             fp8.check_state(variables, before=before)
 
     def test_a_stacked_layer_that_did_not_move(self):
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), trained()[OWG], START[OWG])
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), trained()[OWG], VARIABLES[OWG])
         with pytest.warns(UserWarning, match=r"input_amax_history.* did not move"):
             fp8.check_state({OWG: stacked})
 
@@ -261,7 +219,7 @@ MISTAKES = {
     "Flax's DynamicScale": scaled_by_flax,
     "all gradients negated": lambda *args: jax.tree.map(jnp.negative, grads_of(*args)),
     "microbatches added up": lambda state, x, y: jax.tree.map(
-        jnp.add, grads_of(state, x[:8], y[:8]), grads_of(state, x[8:], y[8:])
+        jnp.add, grads_of(state, x[:2], y[:2]), grads_of(state, x[2:], y[2:])
     ),
     "two applies with jax.grad": two_applies,
     "state of another step": lambda state, x, y: {
@@ -280,7 +238,7 @@ MISTAKES_THAT_STAND_STILL = {
 
 
 SGD = optax.sgd(0.1)
-STATE = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=SGD).replace(step=jnp.int32(0))
+STATE = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=SGD).replace(step=jnp.int32(0))
 
 
 def step_with(gradients):
@@ -297,7 +255,7 @@ def test_mistakes_are_loud(mistake):
 
 
 def test_mistakes_without_jit_are_errors():
-    grads = jax.tree.map(jnp.negative, gradient(START))
+    grads = jax.tree.map(jnp.negative, gradient(VARIABLES, X))
     with pytest.raises(ValueError, match=f"(?s){FIRST}.*fp8flax.value_and_grad"):
         STATE.apply_gradients(grads=grads)
 
@@ -316,11 +274,11 @@ def after_adam(variables, grads):
 
 
 def optimizer_over_all(variables):
-    return after_adam(variables, gradient(variables))
+    return after_adam(variables, gradient(variables, X))
 
 
 def ema_over_all(variables):
-    new = {**variables, OWG: gradient(variables)[OWG]}
+    new = {**variables, OWG: gradient(variables, X)[OWG]}
     return optax.incremental_update(new, variables, 0.1)
 
 
@@ -355,19 +313,7 @@ def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_his
         fp8.freeze(model, variables, X)
 
 
-class Stack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.Dense(8, dot_general_cls=Op)(x), None
-
-        axes = {"params": 0, OWG: 0}
-        return nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
-
-
-@pytest.mark.parametrize("model", [MODEL, Stack()], ids=["layers", "stack"])
+@pytest.mark.parametrize("model", [MODEL, in_scan()(Op)], ids=["layers", "stack"])
 def test_mutable(model):
     """The collection that ``apply`` returns as mutable holds the old state, so naming it warns."""
     variables = variables_of(model, X)
@@ -383,14 +329,12 @@ def test_the_page():
     """The code of docs/loops.md runs. Adapters that are trained alone leave the base's state behind."""
     namespace = {}
     for section in re.split(r"(?m)^## ", (ROOT / "docs" / "loops.md").read_text()):
-        for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
-            exec(compile(block, "docs/loops.md", "exec"), namespace)
+        run(examples_of(section), "docs/loops.md", namespace)
         if section.startswith("LoRA"):
             lora = dict(namespace)
     with pytest.raises(ValueError, match="No history has moved"):
         fp8.check_state(lora["all_variables"])
-    op = lora["scaling"]["base"]["Fp8DotGeneralOp_0"]
-    assert op["output_grad_amax_history"][0] > 0
+    assert op_of({OWG: lora["scaling"]}, "base")["output_grad_amax_history"][0] > 0
     state = lora["state"]
     new = state.apply_gradients(grads=grads_of(state, lora["x"], lora["y"]))
     fp8.check_state(new.params, before=lora["all_variables"])

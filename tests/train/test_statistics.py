@@ -11,10 +11,18 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.tables import table_lines
 from tests import reference_recipes as ref
-from tests.cases import MATMUL, RECIPES, normal
+from tests.cases import (
+    MATMUL,
+    OWG,
+    RECIPES,
+    assert_trees_equal,
+    codes_and_scales,
+    mesh,
+    normal,
+    scale_of_each,
+)
 from tests.reference import MAX
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 FIELDS = ["underflow", "saturation", "sqnr", "headroom", "amax", "scale", "nonfinite"]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOOR = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(2, 16), scale_rounding="floor")
@@ -24,45 +32,29 @@ CUSTOM = fp8.CustomRecipe(  # the output gradient wide in one of its products, t
 )
 ALL = {**RECIPES, "custom": CUSTOM}
 SHAPES = {"input": (5, 70), "kernel": (70, 33), "output_grad": (5, 33)}
-# The axes along which the two products of each tensor sum.
-SUMMED = {"input": (1, 0), "kernel": (0, 1), "output_grad": (1, 0)}
+# The two products of each tensor: the GEMM, the side, and the axis that it sums over.
+PRODUCTS = {
+    "input": (("forward", "lhs", 1), ("wgrad", "lhs", 0)),
+    "kernel": (("forward", "rhs", 0), ("dgrad", "rhs", 1)),
+    "output_grad": (("dgrad", "lhs", 1), ("wgrad", "rhs", 0)),
+}
 # The dtype of output gradients for delayed and current scaling.
 BACKWARD = {"output_grad": E5M2}
 
 
 def each_use(recipe, role, x, scale):
-    """Yields dequantized ``x``, its codes, their scales and their dtype for each of its quantizers."""
-    dtype = BACKWARD.get(role, E4M3)
-    if recipe == "delayed":
-        codes = ref.codes_of(x, scale, dtype)
-        yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
-    elif recipe == "current" or (recipe == "custom" and role == "output_grad"):
-        codes, scale = ref.tensorwise(x, dtype)
-        yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
-    elif recipe == "axiswise":
-        for axis in SUMMED[role]:
-            codes, scale = ref.axiswise(x, dtype, axis)
-            yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
-    else:
-        block, kind = {
-            "mxfp8": ((1, 32), "e8m0_up"),
-            "block128": ((128, 128) if role == "kernel" else (1, 128), "power_of_two"),
-            "custom": ((2, 16), "e8m0_floor"),
-        }[recipe]
-        for axis in SUMMED[role][: 1 if block[0] == block[1] else 2]:
-            along = x if axis == 1 else x.T
-            codes, scale = ref.blockwise(along, E4M3, block, kind)
-            scales = ref.as_float64(ref.over_blocks(scale, block))
-            three = ref.dequantize(codes, scale, block), codes, scales
-            yield (
-                *(
-                    part[: along.shape[0], : along.shape[1]].T
-                    if axis == 0
-                    else part[: along.shape[0], : along.shape[1]]
-                    for part in three
-                ),
-                E4M3,
-            )
+    """Yields dequantized ``x``, its codes, their scales and their dtype, for each use with other codes."""
+    uses = [(getattr(getattr(ALL[recipe].gemms, gemm), side), axis) for gemm, side, axis in PRODUCTS[role]]
+    uses = [(quantizer, axis) for quantizer, axis in uses if quantizer is not None]
+    is_square = recipe == "block128" and role == "kernel"
+    for quantizer, axis in uses[:1] if uses[0][0].has_one_scale or is_square else uses:
+        name = quantizer.dtype.name
+        if recipe == "delayed":
+            codes = ref.codes_of(x, scale, name)
+        else:
+            codes, scale = codes_and_scales(quantizer, x, axis)
+        scales = scale_of_each(quantizer, scale, axis, x.shape)
+        yield ref.dequantize(codes, scales), codes, scales, name
 
 
 def expected(recipe, role, x, scale):
@@ -149,13 +141,8 @@ def test_beside_the_reference(recipe):
 
 def assert_close(actual, expected):
     """Asserts that two trees of statistics are close."""
-    actual, expected = dict(actual), dict(expected)
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for path, one in jax.tree_util.tree_leaves_with_path(actual):
-        other = expected
-        for key in path:
-            other = other[key.key]
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+    compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    assert_trees_equal(dict(actual), dict(expected), compare)
 
 
 X = normal(0, 4, 8)
@@ -278,15 +265,12 @@ def test_on_many_devices():
 
     measure = fp8.statistics(square)
     expected = measure(W, X)
-    devices = jax.devices()[:2]
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=devices)
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh(kind, data=2)):
             x = jax.device_put(X, jax.P("data"))
             assert_close(measure(jax.device_put(W, jax.P()), x), expected)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    split = jax.shard_map(lambda w, x: jax.lax.psum(square(w, x), "data"), mesh=mesh, **specs)
+    split = jax.shard_map(lambda w, x: jax.lax.psum(square(w, x), "data"), mesh=mesh(data=2), **specs)
     # Blocks along the batch are those of a device.
     found, whole = (f(W, X)["Fp8DotGeneralOp"]["input"] for f in (fp8.statistics(split), measure))
     assert found["amax"] == whole["amax"]

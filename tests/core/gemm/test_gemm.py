@@ -9,8 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core.gemm import casts, gemm
-from fp8flax._core.gemm.casts import block_quantize
+from fp8flax._core.gemm import gemm
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -22,9 +21,9 @@ from tests.cases import (
     data,
     error_of_product,
     struct,
+    three_products,
     tiled_gemm_in_jax,
     vjp_of,
-    with_reference,
 )
 from tests.gpus import run_branch_for_gpus
 
@@ -71,10 +70,9 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, target, mo
         calls.append("Pallas")
         return tiled_gemm_in_jax(*args, **kwargs)
 
-    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(gemm, "tiled_gemm", interpreted)
     run_branch_for_gpus(monkeypatch)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(gemm, "tiled_gemm", interpreted)
     with compiling_for(GPUS[target]):
         actual = vjp_of(BLOCKS[name], dims)(lhs, rhs, g)
     backend = "cuDNN" if target == "b200" else None if name.startswith("MX") else "Pallas"
@@ -96,8 +94,6 @@ def test_block_scaled_gemms_under_vmap(axes, monkeypatch):
     run = vjp_of(BLOCKS["128 blocks"], MATMUL)
     each = [[x if axis is None else x[i] for x, axis in zip(operands, axes)] for i in range(3)]
     expected = [run(*pair, jnp.ones((5, 7))) for pair in each]
-    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
     run_branch_for_gpus(monkeypatch)
     with compiling_for(GPUS["h200"]):
         run = vjp_of(BLOCKS["128 blocks"], MATMUL)
@@ -195,14 +191,9 @@ def check_three_gemms(recipe, form="direct"):
         out, vjp = jax.vjp(dot, x, w)
         return out, *vjp(g)
 
-    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
     for magnitudes in MAGNITUDES:
         x, w, g = tensors(magnitudes)
-        products = [
-            (with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
-            (with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
-            (with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
-        ]
+        products = three_products(recipe, x, w, g)
         for actual, (lhs, rhs) in zip(run(calibrated(recipe, x, w, g), x, w, g), products):
             expected = lhs @ rhs
             assert 1e3 * TINY < np.max(np.abs(expected)) < HUGE
@@ -233,8 +224,6 @@ def test_scales_that_are_constants(x, w, amax):
 def test_magnitudes_in_the_branch_for_gpus(monkeypatch):
     """Run here: our kernel for blocks that quantizes, interpreted, and the one that multiplies in JAX."""
     run_branch_for_gpus(monkeypatch)
-    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
-    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
     with compiling_for(GPUS["h200"]):
         check_three_gemms(IN_RANGE["128 blocks, float32"])
 

@@ -17,6 +17,7 @@ from tests.cases import (
     error_of_product,
     init,
     kept,
+    three_products,
     vjp_of,
     with_reference,
 )
@@ -29,31 +30,36 @@ STATELESS = {
     "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
     "128 blocks": fp8.Float8BlockScaling(),
     "128 blocks, float32": fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID),
+    "NVFP4": fp8.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "NVFP4, no squares": fp8.NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
 }
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "name",
-    ["tensorwise", "axiswise", "high-precision wgrad", "MX, hybrid, floor", "128 blocks, float32"],
+    [
+        *("tensorwise", "axiswise", "high-precision wgrad", "MX, hybrid, floor", "128 blocks, float32"),
+        pytest.param("NVFP4", marks=pytest.mark.optimized),  # else another division rounds ties otherwise
+        pytest.param("NVFP4, no squares", marks=[pytest.mark.long, pytest.mark.optimized]),
+    ],
 )
 def test_three_gemms_beside_numpy(name):
     """Each operand is quantized from the wide tensor along the contraction of the GEMM that it enters."""
     M, K, N = 133, 70, 45
     recipe = STATELESS[name]
-    run = vjp_of(recipe)
-    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
-    for kind in ("heavy-tailed", "outliers", "tiny"):
+    run, is_rotated = vjp_of(recipe), name.startswith("NVFP4")
+    for kind in ("random",) if is_rotated else ("heavy-tailed", "outliers", "tiny"):
         x, w, g = (
             reference_recipes.tensors(shape, seed)[kind if seed != 1 else "random"]
             for seed, shape in enumerate(((M, K), (K, N), (M, N)))
         )
+        if is_rotated:
+            x, w, g = (np.round(8 * a) / 4 for a in (x, w, g))  # float32 rotates multiples of 1/4 exactly
         out, dx, dw = run(x, w, g)
-        for actual, lhs, rhs in (
-            (out, with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
-            (dx, with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
-            (dw, with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
-        ):
+        for actual, (lhs, rhs) in zip((out, dx, dw), three_products(recipe, x, w, g)):
             if kind != "tiny" or actual is not dw:  # 1e-30 squared is no float32
                 assert error_of_product(actual, lhs @ rhs, lhs, rhs) <= 1e-6
 
@@ -176,9 +182,16 @@ class TestCustom:
 
     blocks = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 16))
     tensorwise = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
+    nvfp4 = fp8.NVFP4Quantizer()
 
+    @pytest.mark.optimized
     @pytest.mark.parametrize(
-        ("lhs", "rhs"), [(None, blocks), (blocks, tensorwise), (tensorwise, blocks)], ids=str
+        ("lhs", "rhs"),
+        [
+            *((None, blocks), (blocks, tensorwise), (tensorwise, blocks), (blocks, nvfp4)),
+            *((tensorwise, nvfp4), pytest.param(None, nvfp4, marks=pytest.mark.long)),
+        ],
+        ids=str,
     )
     def test_blocks_meet_another_kind(self, lhs, rhs):
         forward = fp8.GemmRecipe(lhs=lhs, rhs=rhs)

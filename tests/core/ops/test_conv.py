@@ -18,12 +18,10 @@ from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.op import calling
 from fp8flax._core.state.state import ScalingState
 from tests import reference
-from tests.cases import OWG, cells, error_of_product, struct, variables_of
+from tests.cases import OWG, cells, error_of_product, mesh, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
-# Most of the time goes into compiling.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ROLES = ("input", "kernel", "output_grad")
 DTYPES = ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
@@ -97,7 +95,7 @@ def states_of(*amaxes, length=2):
 
 
 def make_vjp(convolve):
-    @jit
+    @jax.jit
     def run(x, w, g, states):
         out, vjp = jax.vjp(lambda x, w, states: convolve(x, w, states=states), x, w, states)
         return out, *vjp(g.astype(out.dtype))
@@ -189,7 +187,7 @@ def squares(variables, x):
     return jnp.sum(LAYER.apply(variables, x) ** 2)
 
 
-gradient = jit(fp8.value_and_grad(squares, (0, 1)))
+gradient = jax.jit(fp8.value_and_grad(squares, (0, 1)))
 
 
 def new_state(grads):
@@ -213,7 +211,7 @@ def test_nan_and_inf():
     assert np.isnan(dx[0]).any()
     assert np.isfinite(dx[1]).all()
     # An Inf in the cotangent is NaN in what it reaches: here one window of the first example.
-    infinite = jit(jax.grad(lambda v, x: LAYER.apply(v, x)[0, 0, 0, 0] * np.inf, (0, 1)))
+    infinite = jax.jit(jax.grad(lambda v, x: LAYER.apply(v, x)[0, 0, 0, 0] * np.inf, (0, 1)))
     grads, dx = infinite(before, IMAGES)
     np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
     assert np.isnan(grads["params"]["kernel"]).any()
@@ -222,7 +220,7 @@ def test_nan_and_inf():
     )
     op = partial(fp8.Fp8ConvGeneralDilatedOp, recipe=fp8.Float8CurrentScaling())
     current = LAYER.clone(conv_general_dilated_cls=op)
-    dx = jit(jax.grad(lambda x: current.apply(variables, x)[0, 0, 0, 0] * np.inf))(IMAGES)
+    dx = jax.jit(jax.grad(lambda x: current.apply(variables, x)[0, 0, 0, 0] * np.inf))(IMAGES)
     np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
 
 
@@ -237,14 +235,12 @@ def test_uses_merge_by_maximum():
     def mapped(variables, x):
         return jnp.sum(jax.vmap(lambda x: squares(variables, x))(x[:, None]))
 
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    @partial(jax.shard_map, mesh=mesh(data=2), in_specs=(P(), P("data")), out_specs=P())
     def sharded(variables, x):
         return lax.psum(squares(variables, x), "data")
 
     for way in (twice, mapped, sharded):
-        _, (grads, dx_) = jit(fp8.value_and_grad(way, (0, 1)))(variables, more)
+        _, (grads, dx_) = jax.jit(fp8.value_and_grad(way, (0, 1)))(variables, more)
         jax.tree.map(np.testing.assert_array_equal, new_state(grads), new_state(whole))
         np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(
@@ -259,7 +255,7 @@ def test_second_derivatives():
     def second(op):
         model = LAYER.clone(conv_general_dilated_cls=op)
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(model.apply(variables, x))))
-        return jit(jax.grad(lambda x: jnp.sum(gradient(x) ** 2)))(IMAGES)
+        return jax.jit(jax.grad(lambda x: jnp.sum(gradient(x) ** 2)))(IMAGES)
 
     ours, wide = second(OP), second(None)
     assert np.linalg.norm(ours - wide) < 0.2 * np.linalg.norm(wide)

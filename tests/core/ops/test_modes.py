@@ -10,18 +10,17 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general, packed_kernel
 from tests import reference
-from tests.cases import MATMUL, normal
+from tests.cases import MATMUL, mesh, normal
 
 
 @pytest.mark.parametrize("mode_of", ["without quantizers", "calibrating"])
 def test_wide_products_have_the_sharding_that_the_caller_gives(mode_of):
     """JAX cannot derive the sharding of a sum over devices."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     recipe = fp8.CustomRecipe() if mode_of == "without quantizers" else fp8.DelayedScaling()
     op = fp8.Fp8DotGeneralOp(recipe=recipe)
     x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
     state = op.init({}, x, w, MATMUL)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh(AxisType.Explicit, data=2)):
         split = jax.device_put(x, P(None, "data")), jax.device_put(w, P("data", None))
 
         def multiply(state, x):

@@ -17,10 +17,9 @@ from fp8flax._core.gemm import gemm, ragged
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
-from tests.cases import name_of, struct, with_reference
+from tests.cases import OWG, mesh, name_of, struct, with_reference
 from tests.gpus import run_branch_for_gpus
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
 RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
@@ -212,20 +211,17 @@ def over_examples(op, variables, xs, w, sizes):
 
 def on_two_devices(op, variables, xs, w, sizes):
     """Each device has its own rows and all experts: gradients add, states merge by maximum."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def of_shard(variables, x, w, size):
         return lax.psum(loss_of(op, variables, x[0], w, size[0]), "data")
 
     specs = (P(), P("data"), P(), P("data"))
-    return jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())(variables, xs, w, sizes)
+    return jax.shard_map(of_shard, mesh=mesh(data=2), in_specs=specs, out_specs=P())(
+        variables, xs, w, sizes
+    )
 
 
-@pytest.mark.parametrize(
-    "way",
-    [over_examples, on_two_devices],
-    ids=name_of,
-)
+@pytest.mark.parametrize("way", [over_examples, on_two_devices], ids=name_of)
 def test_as_one_example_after_another(way):
     """Every example by itself, the states merged by maximum, gives the same as both examples at once."""
     op, variables = small_variables()
@@ -286,8 +282,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_explicit_axes_are_refused():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh(AxisType.Explicit, data=2)):
         x = jax.sharding.reshard(jnp.asarray(small()[0]), P("data"))
         with pytest.raises(NotImplementedError, match="inside jax.shard_map"):
             jax.eval_shape(call, x)
@@ -339,8 +334,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(monkeypatch):
     # XLA calls the rule of the parts from another thread, where no target is set.
     for module in (gemm, ragged):
         monkeypatch.setattr(module, "compute_capability", lambda: 8.0)
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+    split, whole = (NamedSharding(mesh(a=4), spec) for spec in (P("a"), P()))
     places = split, split, split, whole
     with compiling_for(GPUS["a100"]):
         compiled = jit(step, in_shardings=places, out_shardings=split).lower(x, w, g, sizes).compile()

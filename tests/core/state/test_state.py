@@ -70,7 +70,9 @@ def test_the_scales_are_flax_to_the_bit(dtype, length):
         np.testing.assert_array_equal(found, flax_scales(amaxes, quantizer.dtype.name, length))
 
 
-@pytest.mark.parametrize(("amax", "stack"), [(3.0, ()), (0.0, ()), (np.inf, ()), (-np.inf, (2,))])
+@pytest.mark.parametrize(
+    ("amax", "stack"), [(3.0, ()), (0.0, ()), (1e-40, ()), (np.inf, ()), (-np.inf, (2,))]
+)
 def test_next_state(amax, stack):
     """An amax of inf stands for a NaN or an Inf in the data, and -inf for empty data."""
     history = np.broadcast_to(np.float32([2.0, 5.0, 1.0]), (*stack, 3))
@@ -85,8 +87,10 @@ def test_next_state(amax, stack):
 def test_the_gradient_of_a_state_is_its_next_value(form):
     """However it enters a gradient, and for every option: the amax is the cotangent of the scale."""
     scales = {"usual": 5 / 448, "margin": 4 * 5 / 448, "power": 2.0**-12, "newest": 2 / 448}
-    tree = {"x_scale": jnp.full((1,), 0.5), "x_amax_history": jnp.float32([2.0, 5.0, 1.0])}
-    for name, quantizer in OPTIONS.items():
+    cases = [([2.0, 5.0, 1.0], scales[name], q) for name, q in OPTIONS.items()]
+    cases += [([1e-40, 0.0, 0.0], 0.5, q) for q in OPTIONS.values()]  # a subnormal amax leaves no scale
+    for history, expected, quantizer in cases:
+        tree = {"x_scale": jnp.full((1,), 0.5), "x_amax_history": jnp.float32(history)}
 
         def scale(state, quantizer=quantizer):
             if form == "max":
@@ -96,15 +100,19 @@ def test_the_gradient_of_a_state_is_its_next_value(form):
         used, back = jax.vjp(scale, enter(tree) if form == "digest" else tree)
         (new,) = back(jnp.float32(7.0))
         new = leave(tree, new) if form == "digest" else new
-        np.testing.assert_allclose(used, scales[name], rtol=1e-6)
+        np.testing.assert_allclose(used, expected, rtol=1e-6)
         np.testing.assert_array_equal(new["x_scale"], [used])
-        np.testing.assert_array_equal(new["x_amax_history"], [7.0, 1.0, 2.0])
+        np.testing.assert_array_equal(new["x_amax_history"], np.float32([7.0, history[2], history[0]]))
 
 
-def test_calibrating_the_scale_follows_from_the_amax_of_this_step():
+@pytest.mark.parametrize("name", OPTIONS)
+def test_calibrating_the_scale_follows_from_the_amax_of_this_step(name):
     """Zeros keep the scale, and a tensor without data keeps its state."""
-    old = ScalingState(jnp.full((3, 1), 0.5), jnp.float32([[2.0, 0.0], [0.0, 0.0], [3.0, 1.0]]))
-    new = calibrated_state(OPTIONS["margin"], old, jnp.float32([[7.0], [0.0], [-np.inf]]))
-    np.testing.assert_array_equal(new.amax_history, [[7.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
-    expected = reference.next_scale([7.0, 2.0], np.ones((1,)), "float8_e4m3fn", 2)
+    quantizer = OPTIONS[name]
+    old = ScalingState(jnp.full((3, 1), 0.5), jnp.float32([[9.0, 0.0], [0.0, 0.0], [3.0, 1.0]]))
+    new = calibrated_state(quantizer, old, jnp.float32([[7.0], [0.0], [-np.inf]]))
+    np.testing.assert_array_equal(new.amax_history, [[7.0, 9.0], [0.0, 0.0], [3.0, 1.0]])
+    options = quantizer.margin, quantizer.amax_compute_algo
+    expected = reference.next_scale([7.0, 9.0], np.ones((1,)), quantizer.dtype.name, *options)
+    expected = 2.0 ** np.ceil(np.log2(expected)) if quantizer.use_power_2_scales else expected
     np.testing.assert_array_equal(new.scale, [expected, [0.5], [0.5]])

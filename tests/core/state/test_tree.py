@@ -1,3 +1,5 @@
+"""States of several tensors: how they enter and leave a gradient, and what a step may make of them."""
+
 import flax.core
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,9 @@ from fp8flax._compat.max_dtype import is_digest, to_digest, to_floats
 from fp8flax._core import names
 from fp8flax._core.state import tree
 from fp8flax._train.check import checked_next_state
+from tests.cases import OWG, assert_trees_equal
 
 pytestmark = pytest.mark.optimized
-
-OWG = names.OVERWRITE_WITH_GRADIENT
 
 
 def op_state(scale, history, lead=()):
@@ -27,11 +28,6 @@ def op_state(scale, history, lead=()):
 
 
 OLD = {"params": {"w": jnp.ones((2,))}, OWG: {"Dense_0": {"Fp8DotGeneralOp_0": op_state(0.5, [2.0, 1.0])}}}
-
-
-def assert_trees_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.usefixtures("stacking")
@@ -71,6 +67,20 @@ def test_what_is_kept():
         *[op_state(0.25, [2.0, 1.0])] * 3,
     ]
     assert_trees_equal(list(kept.values()), states)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_subnormal_amax_is_that_of_a_step(wrap):
+    """It enters a history and moves on in it, to the bit; the scale stays until there is another amax."""
+    for history, new_scale, newest in (
+        ([2.0, 0.0], 2 / 448, 1e-40),
+        ([1e-40, 0.0], 0.5, 4.0),
+        ([1e-40], 0.5, 4.0),
+    ):
+        new = {OWG: {"op": op_state(new_scale, [newest, *history][: len(history)])}}
+        kept = wrap(checked_next_state)({OWG: {"op": op_state(0.5, history)}}, new)
+        bits = (jax.tree.map(lambda x: np.asarray(x).tobytes(), tree) for tree in (kept, new))
+        assert_trees_equal(*bits)
 
 
 @pytest.mark.usefixtures("stacking")
