@@ -256,7 +256,7 @@ def codes_and_scales(quantizer, x, contract):
 def scale_of_each(quantizer, scale, contract, shape):
     """Returns the scale of each value of a matrix, in float64."""
     scale = reference_recipes.as_float64(scale)
-    if hasattr(quantizer, "block"):
+    if quantizer.block:
         repeated = reference_recipes.over_blocks(np.moveaxis(scale, contract, -1), quantizer.block)
         scale = np.moveaxis(repeated, -1, contract)[: shape[0], : shape[1]]
     return np.broadcast_to(scale, shape)

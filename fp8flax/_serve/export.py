@@ -276,7 +276,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     if all(isinstance(quantizer, NVFP4Quantizer) for quantizer in used):
         kind, form["num_bits"] = "nvfp4-pack-quantized", 4
         per_kernel = {"strategy": "tensor_group", "group_size": 16}
-    elif of_dtype == [(E4M3, 128)] * 2 and getattr(rhs, "block", None) == (128, 128):
+    elif of_dtype == [(E4M3, 128)] * 2 and rhs.block == (128, 128):
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",

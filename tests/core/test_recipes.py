@@ -63,7 +63,7 @@ def test_every_recipe_is_frozen_keyword_only_and_hashable(recipe):
 def parts(recipe):
     gemms = recipe.gemms
     return [
-        None if q is None else (q.dtype.name.removeprefix("float8_"), getattr(q, "block", None))
+        None if q is None else (q.dtype.name.removeprefix("float8_"), q.block)
         for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad)
         for q in (gemm.lhs, gemm.rhs)
     ]
