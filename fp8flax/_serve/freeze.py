@@ -44,7 +44,16 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+from fp8flax._serve.stored_op import (
+    IS_FROZEN,
+    Path,
+    SeenOp,
+    ServedOp,
+    computed,
+    freeze_ops,
+    leaves_of,
+    record,
+)
 
 
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
@@ -116,10 +125,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
     if isinstance(getattr(model, "_fp8_make_call", None), Serving):
-        raise ValueError(
-            "model must be a model in training; it is frozen already. Pass the original model, or write "
-            "the frozen one with save_safetensors."
-        )
+        raise ValueError(IS_FROZEN)
     return _freeze_linen(model, args, kwargs, weight_only)
 
 

@@ -42,6 +42,12 @@ WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
 
+IS_FROZEN = (
+    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
+    "one with save_safetensors."
+)
+"""The error for a frozen model in the place of one to freeze."""
+
 
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
@@ -115,8 +121,7 @@ def freeze_ops(
             "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
             "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
             "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False). If it is frozen already, write it with "
-            "save_safetensors."
+            "Call freeze outside of autocast(enabled=False)."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)

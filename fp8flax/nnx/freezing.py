@@ -20,7 +20,16 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._model.rules import Site
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+from fp8flax._serve.stored_op import (
+    IS_FROZEN,
+    Path,
+    SeenOp,
+    ServedOp,
+    computed,
+    freeze_ops,
+    leaves_of,
+    record,
+)
 from fp8flax.nnx.models import layers_of, nodes_of, op_of
 from fp8flax.nnx.ops import Fp8Op, state_of, written_variables
 
@@ -80,6 +89,8 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
 
 def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
+    if nodes_of(model, FrozenOp):
+        raise ValueError(IS_FROZEN)
     copy: Any = nnx.clone(model)
     layers, present = _layers_of(copy), nodes_of(copy, Fp8Op)
     seen, read = _traced(model, args, kwargs)
