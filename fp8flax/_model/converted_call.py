@@ -75,8 +75,8 @@ class Call(Interception):
         """The paths of the arrays that ``init`` has made for ops."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the caller as the method sees them: with JAX arrays."""
-        return merged(jax.tree.map(as_jax, variables))
+        """Returns the collections of the caller as the method sees them."""
+        return merged(as_own_arrays(variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the method as the caller sees them, if no state is lost."""
@@ -248,6 +248,20 @@ def as_struct(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 
-def as_jax(x: Any) -> Any:
-    """Returns a NumPy array as a JAX array, which keeps its identity in a computation."""
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+def as_own_arrays(tree: Any) -> Any:
+    """Returns a tree in which each array is a JAX array with an identity of its own.
+
+    A NumPy array does not keep its identity in a computation, and the caller may have put one array in two
+    places.
+    """
+    seen = set[int]()
+
+    def own(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return jnp.asarray(x)
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, tree)

@@ -20,7 +20,7 @@ import numpy as np
 
 # Primitives that leave every value in its place.
 CAST = "convert_element_type"
-CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
+CASTS = (CAST, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
@@ -44,7 +44,8 @@ class Origin(NamedTuple):
     part: str | None = None
     """The name of the part of one parameter; None if the value is joined of several.
 
-    It is empty for a whole parameter, ``-axis0-1`` for ``w[1]`` and ``-axis1-64-128`` for ``w[:, 64:128]``.
+    It is empty for a whole parameter, ``-axis0-1`` for ``w[1]``, ``-axis1-64-128`` for ``w[:, 64:128]`` and
+    ``-axis0-0-8-2`` for ``w[:8:2]``.
     After a reshape, the name of a slice begins with the shape that is sliced: ``-4x8-axis0-1`` for
     ``w.reshape(4, 8)[1]``. A result of arithmetic has the name of its first operand of the same shape."""
     axes: tuple[int, ...] | None = None
@@ -106,12 +107,13 @@ class Origin(NamedTuple):
         steps = (*steps, (primitive, params)) if steps is not None and is_bijection else None
         if part is None:
             return self._replace(steps=steps)
-        taken = [(0, size) for size in shape]  # the range of each dimension that is in the result
+        taken = [(0, size, 1) for size in shape]  # the range of each dimension that is in the result
         if name == "split":
             start = sum(params["sizes"][:index])
-            taken[params["axis"]] = start, start + params["sizes"][index]
+            taken[params["axis"]] = start, start + params["sizes"][index], 1
         elif name == "slice":
-            taken = [*zip(params["start_indices"], params["limit_indices"])]
+            strides = params["strides"] or (1,) * len(shape)
+            taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
         elif name == "transpose":
             axes = axes and tuple(axes[i] for i in params["permutation"])
         elif name == "squeeze":
@@ -119,12 +121,13 @@ class Origin(NamedTuple):
         elif name in ("broadcast_in_dim", "reshape"):
             part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
             axes = None
-        for i, (start, end) in enumerate(taken):
-            if (start, end) != (0, shape[i]):
+        for i, (start, end, stride) in enumerate(taken):
+            if (start, end, stride) != (0, shape[i], 1):
                 if axes is None:
                     part += "-" + "x".join(map(str, shape))
                     axes = tuple(range(len(shape)))
                 part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
+                part += "" if stride == 1 else f"-{stride}"
         return Origin(self.sources, part, axes, steps)
 
 
@@ -171,14 +174,16 @@ class ParamOrigins:
     ) -> None:
         """Records the origins of the results of a primitive, or of a function that is not looked into."""
         known = [self._what_is(x) for x in operands]
+        # A result may be an operand itself, which stays what it is.
+        new = [(i, x) for i, x in enumerate(results) if all(x is not one for one in operands)]
         if None in known or COMPUTED in known or primitive is None:
             if any(one not in (None, NUMBER) for one in known):
-                for result in results:
+                for _, result in new:
                     self._set(result, COMPUTED)
             return
         made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
         is_movement = primitive.name in MOVEMENTS and len(operands) == 1
-        for i, result in enumerate(results):
+        for i, result in new:
             if not made_of:
                 origin = NUMBER
             elif is_movement:

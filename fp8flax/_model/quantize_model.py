@@ -105,8 +105,8 @@ def quantize_model(
         m.encoder(x)``.)
 
     Raises:
-        TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, ``products`` or
-            ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
+        TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, or is given
+            twice, ``products`` or ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
         ValueError: ``model`` is bound, or converted already; a rule or ``form`` is not valid; a pattern
             matched nothing; nothing is converted; or an op would be inside of Flax's ``custom_vjp``. A
             Linen model raises the last three in ``init``.
@@ -129,6 +129,8 @@ def quantize_model(
     on an H100.)
     """
     if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str | type)):
+        if recipe is not None:
+            raise TypeError(f"recipe must be given once; got {inputs[0]!r} and recipe={recipe!r}.")
         recipe, *inputs = inputs  # type: ignore[assignment]
     options = Rules(
         recipe=recipe,

@@ -115,7 +115,7 @@ class Rules:
             _check_outcome(rule[1], f"the rule for {rule[0]!r}")
         for text, pattern, _ in self._in_order():
             try:
-                re.compile("" if callable(pattern) else pattern)
+                re.compile("" if pattern in self.rules else pattern)  # a rule may be a callable
             except (re.error, TypeError) as error:
                 raise ValueError(
                     "include, exclude and rules must have regular expressions on module paths; got "

@@ -39,7 +39,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import CODES, Call, as_jax, as_struct, merged, split
+from fp8flax._model.converted_call import CODES, Call, as_own_arrays, as_struct, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
@@ -130,14 +130,18 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
 
 
 def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
-    """Returns the ops of a frozen model, and its arrays by their paths, which begin with the collection."""
+    """Returns the ops of a frozen model, and its arrays by their paths, which begin with the collection.
+
+    Scaling state and NNX's random number generators are left out.
+    """
     if is_nnx(model):
         ops, arrays = importlib.import_module("fp8flax.nnx.freezing").described(model, variables)
         return ops, arrays
     if not isinstance(getattr(model, "_fp8_make_call", None), Serving):
         raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)
-    return list(model._fp8_make_call.ops), leaves_of(nn.meta.unbox(dict(variables)))
+    others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
+    return list(model._fp8_make_call.ops), leaves_of(nn.meta.unbox(others))
 
 
 # Freezing.
@@ -219,7 +223,7 @@ class ServingCall(Call):
                 "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
                 "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
             )
-        params = jax.tree.map(as_jax, variables.get(PARAMS, {}))
+        params = as_own_arrays(variables.get(PARAMS, {}))
         given = leaves_of(nn.meta.unbox(params))
         stored = {op.kernel: op for op in self._ops.values() if op.kernel in given}
         wide = {path: jnp.full_like(given[path], jnp.inf, op.dtype) for path, op in stored.items()}
@@ -237,8 +241,9 @@ class ServingCall(Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        served, origin = self._ops.get(op.path), self.origins.of(rhs) or Origin()
-        whole = origin.sources[0].path if origin.is_whole_parameter else None
+        above = len(self.path)  # the model may be a part of another one
+        served, origin = self._ops.get(op.path[above:]), self.origins.of(rhs) or Origin()
+        whole = origin.sources[0].path[above:] if origin.is_whole_parameter else None
         if served is None or served.kernel not in (None, whole):
             raise ValueError(
                 f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "

@@ -31,7 +31,7 @@ from fp8flax._serve.stored_op import (
     record,
 )
 from fp8flax.nnx.models import layers_of, nodes_of, op_of
-from fp8flax.nnx.ops import Fp8Op, state_of, written_variables
+from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 
 
 class Frozen(nnx.Variable[Any]):
@@ -65,7 +65,7 @@ class FrozenOp(nnx.Module):
 
 
 def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
-    """Returns the ops of a frozen model, and its arrays by collection and path; see ``_serve.freeze``."""
+    """Returns the ops of a frozen model, and its arrays as parameters; see ``_serve.freeze``."""
     if variables is not None:
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
@@ -79,12 +79,8 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
             ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
     if all(op.kernel is None for op in ops):
         raise wrong_model(model, "come from fp8flax.freeze")
-    arrays = dict[Path, Any]()
-    for collection, keys, variable in written_variables(model):
-        collection = PARAMS if isinstance(variable, Frozen) else collection
-        leaves = leaves_of(variable.get_value())
-        arrays |= {(collection, *map(str, keys), *path): x for path, x in leaves.items()}
-    return ops, arrays
+    state = nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, OverwriteWithGradient)))
+    return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
 
 def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
@@ -100,13 +96,13 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
     for op in present.values():
         op._reason = ""  # report takes only models that quantize_model returned
-        if weight_only:
-            op.recipe = CustomRecipe()  # multiplies in the inputs' dtype, also by a wide kernel
+        # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
+        op.recipe = CustomRecipe() if weight_only else op._recipe_in_use()
     for served in ops:
         if served.kernel is not None:
             site = layers[served.path]
             setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
-            site.module.kernel = Frozen(codes[served.kernel])
+            site.module.kernel = Frozen(codes[served.kernel], **site.module.kernel.get_metadata())
             _let_kernel_pass(site.module, served.dtype)
     return copy
 
@@ -180,7 +176,9 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
                 setattr(site.module, site.name, nnx.static(run))
         out = copy(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
-        return out, [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
+        others = [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
+        got.clear()  # no tracer may outlive its trace
+        return out, others
 
     needed = needed_inputs(program_of(call, state, args, kwargs))
     read |= {key for key, is_needed in enumerate(needed) if is_needed}

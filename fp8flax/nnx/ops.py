@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -216,12 +216,3 @@ def set_state(node: Any, state: Mapping[str, Any]) -> None:
     """Writes a state with the structure of ``state_of`` into a model, or into a tree with models."""
     if state[OVERWRITE_WITH_GRADIENT]:
         nnx.update(node, state[OVERWRITE_WITH_GRADIENT])
-
-
-def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """Yields each variable that files hold, after its collection and its path.
-
-    Random number generators are left out.
-    """
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable

@@ -227,5 +227,8 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``."""
-        overwrite_state(model, grads)
-        return super().update(model, nnx.state(grads, nnx.Not(OverwriteWithGradient)), **kwargs)
+        check_model(model)
+        state = checked_next_state(state_of(model), state_of(grads))
+        result = super().update(model, nnx.state(grads, nnx.Not(OverwriteWithGradient)), **kwargs)
+        set_state(model, state)
+        return result

@@ -390,10 +390,11 @@ class TestBinding:
             "layers_3": "by include 'layers_3'",
         }
         assert_frozen_equal(outer, variables)
-        # A frozen model in the place of one of them is refused: its codes are nothing without the scales.
-        serve, _ = fp8.freeze(
-            first, {name: x["layers_0"] for name, x in variables.items()}, X, weight_only=True
-        )
+        # A frozen model in the place of one of them needs its own variables.
+        variables = fp8.calibrate(outer.apply, variables, [X])
+        serve, served = fp8.freeze(first, {name: x["layers_0"] for name, x in variables.items()}, X)
         mixed = fp8.quantize_model(nn.Sequential([serve, *outer.layers[1:]]), include="layers_3")
-        with pytest.raises(ValueError, match="frozen"):
+        with pytest.raises(TypeError, match="must stay in FP8"):
             mixed.apply(variables, X)
+        with_served = {**variables, "params": {**variables["params"], "layers_0": served["params"]}}
+        np.testing.assert_array_equal(mixed.apply(with_served, X), outer.apply(variables, X))

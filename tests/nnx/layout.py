@@ -3,7 +3,7 @@
 import flax.linen as nn
 from flax import nnx
 
-from fp8flax.nnx.ops import Fp8Op, written_variables
+from fp8flax.nnx.ops import Fp8Op
 
 
 def ops_of(model):
@@ -18,7 +18,8 @@ def places(model):
     but ``Fp8DotGeneralOp`` if it is an einsum, as in models that are converted.
     """
     ops, found = ops_of(model), {}
-    for collection, path, variable in written_variables(model):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        collection = nnx.variable_name_from_type(type(variable), allow_register=True)
         names = []
         for i, key in enumerate(path):
             op = ops.get("/".join(map(str, path[: i + 1])))

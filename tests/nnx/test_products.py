@@ -65,6 +65,8 @@ class TestOwn:
         assert set(ops_of(model8)) == NAMES
         assert_in_fp8(model8, Own(), X)
         np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(model8, X), jax.jit(model8)(X))
+        restored = nnx.merge(nnx.graphdef(model8), jax.tree.map(np.asarray, nnx.state(model8)))
+        np.testing.assert_array_equal(restored(X), model8(X))
 
     @pytest.mark.long
     def test_gradients_and_states(self, model8):

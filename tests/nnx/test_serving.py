@@ -23,7 +23,8 @@ class Model(nnx.Module):
     """Matmuls of every kind of layer, one of them shared, and statistics and dropout."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=rngs)
+        kernel_init = nnx.with_metadata(nnx.initializers.lecun_normal(), note="the user's")
+        self.up = nnx.Linear(16, 32, dtype=jnp.bfloat16, kernel_init=kernel_init, rngs=rngs)
         self.heads = nnx.LinearGeneral(32, (2, 8), rngs=rngs)
         self.out = nnx.Einsum("bthd,hdo->bto", (2, 8, 16), (16,), rngs=rngs)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
@@ -127,7 +128,9 @@ def test_calibration_leaves_all_else():
 @pytest.mark.long
 def test_frozen_models_compute_the_same_bits(calibrated):
     before = pure(calibrated)
-    frozen = fp8nnx.freeze(calibrated, X)
+    with jax.checking_leaks():
+        frozen = fp8nnx.freeze(calibrated, X)
+    assert frozen.up.kernel.note == "the user's"
     np.testing.assert_array_equal(frozen(X), calibrated(X))
     jax.tree.map(np.testing.assert_array_equal, pure(calibrated), before)
     kernels = [layer.kernel.get_value() for layer in (frozen.up, frozen.heads, frozen.out)]
@@ -151,6 +154,13 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
         frozen = fp8nnx.freeze(model8, x, weight_only=True)
     np.testing.assert_array_equal(frozen.layers[0](x), model.layers[0](x))
     assert isinstance(model8.layers[0].conv_general_dilated.recipe, fp8.DelayedScaling | None)
+    with pytest.raises(ValueError, match="frozen already"):
+        fp8nnx.freeze(frozen, x)
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
+        with pytest.warns(UserWarning, match="stay wide"):
+            frozen = fp8nnx.freeze(model8, x)
+        expected = frozen(x)
+    np.testing.assert_array_equal(frozen(x), expected)
 
 
 @pytest.mark.long
@@ -307,10 +317,11 @@ def test_stacked_layers_lists_and_wide_ops(tmp_path):
             self.layers = nnx.List(
                 [nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Conv(4, 8, 1, rngs=nnx.Rngs(0))]
             )
+            self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
             x = nnx.scan(lambda x, l: l(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
-            return self.layers[1](self.layers[0](x))
+            return self.norm(self.layers[1](self.layers[0](x)))
 
     model = fp8nnx.quantize_model(Stack(), SHORT, include=".*")
     fp8nnx.calibrate(lambda model, x: model(x), model, [X])
@@ -324,6 +335,9 @@ def test_stacked_layers_lists_and_wide_ops(tmp_path):
     assert names < set(file.keys())
     assert file.get_slice("stack.weight").get_shape() == [3, 16, 16]
     assert "quantization_config" not in file.metadata()  # a convolution in FP8 is in none
+    blank, values = nnx.clone(frozen), (nnx.Param, nnx.BatchStat, fp8nnx.Frozen)
+    nnx.update(blank, jax.tree.map(jnp.zeros_like, nnx.state(blank, nnx.Any(*values))))
+    np.testing.assert_array_equal(fp8.load_into(blank, fp8.read_checkpoint(path))(X), frozen(X))
 
 
 def test_a_slash_in_the_name_of_a_layer(tmp_path):

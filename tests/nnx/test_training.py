@@ -302,6 +302,15 @@ def test_an_optimizer_that_would_leave_the_state_out_or_see_it_is_an_error(cls, 
         step(layer, cls(layer, tx, wrt=wrt))
 
 
+def test_gradients_that_do_not_fit_change_nothing():
+    layer = linear()
+    before = nnx.to_pure_dict(nnx.state(layer))
+    grads = nnx.state(grads_of(layer, X), fp8nnx.OverwriteWithGradient)
+    with pytest.raises(ValueError, match="structure"):
+        optimizer_of(layer).update(layer, grads)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
+
+
 def test_check_state():
     layer = linear()
     with pytest.raises(ValueError, match="No history has moved"):
