@@ -163,11 +163,6 @@ def data(i, lhs_shape, rhs_shape, dims, dtype):
     return jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), jnp.asarray(g, jnp.float32)
 
 
-def init(op, lhs, rhs, dims):
-    """Returns the variables of the op."""
-    return variables_of(op, lhs, rhs, dims)
-
-
 def make_step(op, dims):
     """Returns the results of a step: the output, the gradients of both operands, and the new variables."""
 

@@ -16,15 +16,9 @@ from fp8flax._audit.gemms import gemms_of
 from fp8flax._audit.program import bytes_moved, parse
 from tests.cases import struct
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu", "promotion_of_users")]
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def compiled(step, *args):

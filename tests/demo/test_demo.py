@@ -11,6 +11,8 @@ import fp8flax as fp8
 from fp8flax.demo import __main__ as cli
 from fp8flax.demo import data, report, training
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 TINY = partial(
     training.Settings, batch_size=2, length=16, width=16, num_layers=1, validation_batches=2, steps=6
 )
@@ -23,13 +25,6 @@ def _little_optimization():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(autouse=True)
-def _promotion_of_optax():
-    """Optax 0.2.8 mixes dtypes in its own arithmetic (``decay ** count``)."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from tests.cases import (
     OWG,
     data,
     error_of_product,
-    init,
     make_step,
     name_of,
     normal,
@@ -50,9 +49,9 @@ def test_agrees_with_flax_over_steps(contraction):
     ours = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=3))
     theirs = flax_op(amax_history_length=3)
     lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, dtype)
-    our_variables = init(ours, lhs, rhs, dims)
+    our_variables = variables_of(ours, lhs, rhs, dims)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = init(theirs, lhs, rhs, dims)
+        variables = variables_of(theirs, lhs, rhs, dims)
     jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
     our_step, their_step = make_step(ours, dims), make_step(theirs, dims)
     for i in range(4):
@@ -95,7 +94,7 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
         round_operands=form == "qdq",
         **options,
     )
-    variables = init(op, jnp.ones((5, 7), dtype), jnp.ones((7, 3), dtype), dims)
+    variables = variables_of(op, jnp.ones((5, 7), dtype), jnp.ones((7, 3), dtype), dims)
     step = make_step(op, dims)
     # Half a unit in the last place of the result, and of the operands where they are rounded too; among
     # float16's subnormals, where these gradients lie, that unit no longer shrinks with the value.
@@ -239,7 +238,7 @@ class TestArguments:
     @pytest.mark.parametrize("dtype", [None, jnp.float32])
     def test_preferred_element_type_keeps_the_gradients_dtypes(self, dtype):
         op = fp8.Fp8DotGeneralOp()
-        variables = init(op, self.x, self.w, self.dims)
+        variables = variables_of(op, self.x, self.w, self.dims)
 
         def loss(x, w, variables):
             out = op.apply(
@@ -265,7 +264,7 @@ class TestArguments:
     )
     def test_precision_reaches_the_three_gemms(self, precision, forward, backward):
         op = fp8.Fp8DotGeneralOp(form="qdq")  # of the direct form: see test_dot_general
-        variables = init(op, self.x, self.w, self.dims)
+        variables = variables_of(op, self.x, self.w, self.dims)
 
         def loss(x, w, variables):
             return jnp.sum(op.apply(variables, x, w, self.dims, precision))

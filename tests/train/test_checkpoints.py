@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import fp8flax as fp8
-from tests.cases import OWG, normal, variables_of
+from tests.cases import OWG, assert_same_bits, assert_trees_equal, flat, normal, variables_of
 from tests.train.net import Net, Op, op_of
 
 X = normal(0, 8, 16, dtype=jnp.bfloat16)
@@ -51,18 +51,6 @@ def abstract(model):
     return jax.eval_shape(partial(start, model))
 
 
-def bits_of(tree):
-    """Returns every leaf's name, dtype, shape and bytes."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    arrays = [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
-    return [(name, a.dtype, a.shape, a.tobytes()) for name, a in arrays]
-
-
-def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert bits_of(a) == bits_of(b)
-
-
 def orbax_save(path, tree):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree)
@@ -77,9 +65,9 @@ def test_a_checkpoint_has_the_names_of_flax(tmp_path):
     """The layout is version 1 of the format; a change would break all checkpoints of users."""
     orbax_save(tmp_path / "checkpoint", trained(NET))
     variables = orbax_restore(tmp_path / "checkpoint")["params"]
-    found = {name: (str(dtype), shape) for name, dtype, shape, _ in bits_of(variables[OWG])}
+    found = {name: (str(leaf.dtype), leaf.shape) for name, leaf in flat(variables[OWG]).items()}
     assert found == {
-        f"['{layer}']['Fp8DotGeneralOp_0']['{role}_{leaf}']": ("float32", shape)
+        f"{layer}/Fp8DotGeneralOp_0/{role}_{leaf}": ("float32", shape)
         for layer in ("first", "second")
         for role in ("input", "kernel", "output_grad")
         for leaf, shape in (("scale", (1,)), ("amax_history", (4,)))
@@ -97,14 +85,14 @@ def test_a_checkpoint_without_fp8_begins_an_fp8_run(tmp_path):
     assert OWG not in restored.params
     variables = fp8.add_fp8_state(restored.params, NET, X)
     state = restored.replace(apply_fn=abstract(NET).apply_fn, params=variables)
-    assert_same(state.params["params"], before.params["params"])
-    assert_same(state.opt_state, before.opt_state)
-    assert_same(variables[OWG], trained(NET, 0).params[OWG])
+    assert_trees_equal(state.params["params"], before.params["params"], assert_same_bits)
+    assert_trees_equal(state.opt_state, before.opt_state, assert_same_bits)
+    assert_trees_equal(variables[OWG], trained(NET, 0).params[OWG], assert_same_bits)
     after = train_step(state, X)
     assert int(after.step) == 4
     np.testing.assert_array_equal(op_of(after.params)["input_amax_history"], [AMAX, 0, 0, 0])
 
     back = restored.replace(params=fp8.remove_fp8_state(after.params))
     orbax_save(tmp_path / "back", back)
-    assert_same(orbax_restore(tmp_path / "back", abstract(WIDE)), back)
+    assert_trees_equal(orbax_restore(tmp_path / "back", abstract(WIDE)), back, assert_same_bits)
     train_step(back, X)

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, _letters
 from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.qtensor import Dims
+from tests.cases import mesh
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -31,10 +32,8 @@ SPLITS = {
 }
 
 
-def mesh():
-    return jax.sharding.Mesh(
-        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
-    )
+def on(spec):
+    return NamedSharding(mesh(a=4, b=2), spec)
 
 
 def has_gathered(run, *args, shape):
@@ -68,10 +67,7 @@ def test_the_gemm_of_split_operands(way, is_square):
         batch, columns, depth = (*specs[1], None, None, None)[:3]
         specs = specs[0], P(batch, depth, columns)
     # The scales lie as they come.
-    shardings = [
-        dataclasses.replace(x, codes=NamedSharding(mesh(), spec), scale=None)
-        for spec, x in zip(specs, operands)
-    ]
+    shardings = [dataclasses.replace(x, codes=on(spec), scale=None) for spec, x in zip(specs, operands)]
     of_parts = on_shards(partial(_in_bfloat16, gemm), *_letters(gemm, *operands))
     run = jax.jit(of_parts, in_shardings=tuple(shardings))
     np.testing.assert_allclose(run(*operands), _in_bfloat16(gemm, *operands), rtol=1e-5, atol=1e-4)
@@ -100,7 +96,7 @@ def test_split_tensors_are_quantized_as_whole_ones(sizes, spec, block):
     def pair(x):
         return tuple(quantizer.quantize(x, Dims(3, (contract,), 1)) for contract in (2, 1))
 
-    run = jax.jit(on_shards(pair, ["abc"], ("abc", "abc")), in_shardings=NamedSharding(mesh(), spec))
+    run = jax.jit(on_shards(pair, ["abc"], ("abc", "abc")), in_shardings=on(spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), jax.jit(pair)(x))
     is_gathered = sizes != (512, 512) or any(isinstance(names, tuple) for names in spec)
     assert is_gathered or not has_gathered(run, x, shape="512,512")
@@ -116,7 +112,10 @@ def test_sums_of_parts_that_know_their_place():
     rows = jnp.arange(64)
     run = jax.jit(
         on_shards(weighted, ("m-", "mn", "M"), "-n"),
-        in_shardings=(*[NamedSharding(mesh(), P(("a", "b")))] * 2, NamedSharding(mesh(), P())),
+        in_shardings=(
+            *[on(P(("a", "b")))] * 2,
+            on(P()),
+        ),
     )
     np.testing.assert_array_equal(run(x, w, rows), weighted(x, w, rows))
     assert not has_gathered(run, x, w, rows, shape=",3")

@@ -15,9 +15,9 @@ from tests.cases import (
     OWG,
     Block,
     error_of_product,
-    init,
     kept,
     three_products,
+    variables_of,
     vjp_of,
     with_reference,
 )
@@ -166,7 +166,7 @@ class TestCustom:
         )
         assert sorted(recipe.delayed) == ["input", "kernel"]
         op = fp8.Fp8DotGeneralOp(recipe=recipe)
-        variables = init(op, self.x, self.w, MATMUL)
+        variables = variables_of(op, self.x, self.w, MATMUL)
 
         @jax.jit
         def run(variables, x, w):
