@@ -22,7 +22,7 @@ class Equation(NamedTuple):
     scopes: str
     """All scopes (``jax.named_scope``) that it is in, from the outermost, joined by ``/``."""
     times: int
-    """How often it is computed: the product of the lengths of the scans around it."""
+    """How often it is computed: the product of the lengths of the scans around it. All branches count."""
 
 
 def equations(program: Any, scopes: str = "", times: int = 1) -> Iterator[Equation]:

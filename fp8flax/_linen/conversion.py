@@ -19,7 +19,7 @@ def call_of(scope: Any) -> Any:
     The call takes part in each Linen op. ``call.on_op(op, recipe, compute, lhs, rhs, *rest)``, if it is not
     None, replaces ``compute(lhs, rhs, *rest)``; the recipe is None if FP8 is off. ``compute`` declares the
     state of the op and computes. ``call.state_of(op, name, leaf)`` returns one array of the state, or None
-    if it is in its collection.
+    if it is not among the parameters.
     """
     return None if scope is None else scope.flags.get(CALL)
 

@@ -1,1 +1,1 @@
-"""A Linen model with its contractions in FP8: finding them, deciding which, saying why."""
+"""Models with their contractions in FP8: finding them, deciding which, saying why. ``nnx`` uses it, too."""

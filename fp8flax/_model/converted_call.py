@@ -167,8 +167,8 @@ class Call(Interception):
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
         site = rules.decide(site)
-        # The scope of a module must not outlive its trace.
-        pattern = site.pattern if rules is self.rules else None
+        pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
+        # A module has a scope, which must not outlive its trace.
         self.decided[site.scope] = site._replace(module=type(module), pattern=pattern)
         if self.is_counting:
             return site.scope

@@ -105,7 +105,8 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
     under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
     contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
-    not known. Linen layers that have an FP8 op by themselves are not listed.
+    not known. All branches of a condition count. Linen layers that have an FP8 op by themselves are not
+    listed.
 
     What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
 

@@ -22,7 +22,8 @@ def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
     """Returns ``make(cls, *key)``, a subclass of a class; equal arguments give one subclass.
 
     The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
-    Only its instances keep it alive. After the last one, the subclass and its key can be freed.
+    Only its instances keep it alive (and JAX's registry, if they are pytrees). After the last one, the
+    subclass and its key can be freed.
     """
     for known in cast(list[Any], cls.__subclasses__()):
         if vars(known).get("_fp8_made_by") == (make, *key):

@@ -142,7 +142,7 @@ def freeze_ops(
                     raise MissingStateError(
                         f"{OVERWRITE_WITH_GRADIENT}/{'/'.join(place)} is missing from the variables: "
                         "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones "
-                        "from fp8flax.add_fp8_state."
+                        "from fp8flax.add_fp8_state, or in NNX from a new op."
                     )
                 known[name] = scale_of(quantizer, states[place])[..., None]
                 history = states[place].amax_history
