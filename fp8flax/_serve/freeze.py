@@ -44,16 +44,13 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
-from fp8flax._serve.stored_op import (
-    IS_FROZEN,
-    Path,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-    record,
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+
+IS_FROZEN = (
+    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
+    "one with save_safetensors."
 )
+"""The error for a frozen model in the place of one to freeze."""
 
 
 def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:

@@ -42,12 +42,6 @@ WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
 
-IS_FROZEN = (
-    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
-    "one with save_safetensors."
-)
-"""The error for a frozen model in the place of one to freeze."""
-
 
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""

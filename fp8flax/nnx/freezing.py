@@ -20,16 +20,8 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._model.rules import Site
-from fp8flax._serve.stored_op import (
-    IS_FROZEN,
-    Path,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-    record,
-)
+from fp8flax._serve.freeze import IS_FROZEN
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 from fp8flax.nnx.models import layers_of, nodes_of, op_of
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 
@@ -51,8 +43,8 @@ class Frozen(nnx.Variable[Any]):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: type[Op], served: ServedOp, scope: str, scales: Mapping[Path, Any]):
-        self.row, self.served, self.scope = row, served, scope
+    def __init__(self, row: type[Op], served: ServedOp, scales: Mapping[Path, Any]):
+        self.row, self.served = row, served
         for name in served.scales:
             setattr(self, name, Frozen(scales[*served.path, name]))
 
@@ -60,7 +52,7 @@ class FrozenOp(nnx.Module):
         """Returns the result for the codes of a kernel, called as the op that it replaces."""
         scales = {name: getattr(self, name).get_value() for name in self.served.scales}
         run = partial(computed, self.row, self.served.gemms, scales)
-        with jax.named_scope(self.scope or "model"):
+        with jax.named_scope("/".join(self.served.path[:-1]) or "model"):
             return calling(self.row, run)(*args, **kwargs)
 
 
@@ -70,15 +62,14 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
         )
+    if not nodes_of(model, FrozenOp):
+        raise wrong_model(model, "come from fp8flax.freeze")
     ops = []
     for path, op in nodes_of(model, FrozenOp, Fp8Op).items():
         if isinstance(op, FrozenOp):
             ops.append(op.served._replace(path=path, kernel=_kernel_of(path)))
         else:  # of a wide kernel
-            recipe = op._recipe_in_use()
-            ops.append(ServedOp(path, CustomRecipe() if recipe is None else recipe.gemms))
-    if all(op.kernel is None for op in ops):
-        raise wrong_model(model, "come from fp8flax.freeze")
+            ops.append(ServedOp(path, op.recipe.gemms))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, OverwriteWithGradient)))
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
@@ -101,7 +92,7 @@ def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wei
     for served in ops:
         if served.kernel is not None:
             site = layers[served.path]
-            setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, site.path, scales)))
+            setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, scales)))
             site.module.kernel = Frozen(codes[served.kernel], **site.module.kernel.get_metadata())
             _let_kernel_pass(site.module, served.dtype)
     return copy
