@@ -127,6 +127,8 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
     """Returns states with a digest in the place of each scale; makes the missing digests together."""
     missing = [state for state in states if not is_digest(state.scale)]
+    if not missing:  # tracing a function with a derivative of its own costs time, also for no states
+        return list(states)
     floats = [ScalingState(*map(to_floats, state)) for state in missing]
     made = iter(digests([x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in floats]))
     return [x if is_digest(x.scale) else x._replace(scale=next(made)) for x in states]
