@@ -35,7 +35,7 @@ from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import as_float_array, inf_to_nan, straight_through
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import step_scale, with_digests
+from fp8flax._core.state.state import step_scales
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
@@ -88,8 +88,10 @@ def run(
         return on_axes(_frozen)(lhs, rhs, {} if input_scale is None else {"input": input_scale})
     if not (is_qdq or is_calibrating()):
         warn_if_emulated(recipe.forward, recipe.dgrad, recipe.wgrad)
-    with_digest = zip(states, with_digests(list(states.values())))
-    scales = {role: step_scale(recipe.delayed[role], state) for role, state in with_digest}
+    scales = {}
+    if states:
+        found = step_scales([recipe.delayed[role] for role in states], list(states.values()))
+        scales = dict(zip(states, found))
     compute = on_axes(_run_qdq if is_qdq else contract)
     if mode.value is None:
         return compute((lhs, rhs), scales)

@@ -120,8 +120,15 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
 
     Then the "gradient" of the state is its ``next_state``. Use the scale in one op.
     """
-    ((digest, history),) = with_digests([state])
-    return _step_scale(quantizer, digest, lax.stop_gradient(from_max_dtype(history)))
+    (scale,) = step_scales([quantizer], [state])
+    return scale
+
+
+def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[ScalingState]) -> list[jax.Array]:
+    """Returns ``step_scale`` of several states; the op returns the amaxes of all of them, or of none."""
+    with_digest = with_digests(states)
+    histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in with_digest]
+    return _step_scales(tuple(quantizers), [state.scale for state in with_digest], histories)
 
 
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
@@ -134,29 +141,34 @@ def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
     return [x if is_digest(x.scale) else x._replace(scale=next(made)) for x in states]
 
 
-@partial(jax.jit, static_argnums=0)
-def _read_scale(quantizer: DelayedQuantizer, digest: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the scale of this step."""
-    return named_scaling(scale_of(quantizer, ScalingState(digest, history)))
-
-
-_step_scale = jax.custom_vjp(_read_scale, nondiff_argnums=(0,))
-
-
-def _step_scale_fwd(quantizer: DelayedQuantizer, *state: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale, also as the residual."""
-    scale = _read_scale(quantizer, *state)
-    return scale, scale
+Scales = list[jax.Array]
 
 
 @partial(jax.jit, static_argnums=0)
-def _step_scale_bwd(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) -> Any:
-    """Returns the cotangent of the digest: the scale and the amax of this step."""
-    del quantizer
-    return to_digest(*(x[..., None] for x in (scale, amax, jnp.zeros_like(scale)))), None
+def _read_scales(quantizers: tuple[DelayedQuantizer, ...], digests: Scales, histories: Scales) -> Scales:
+    """Returns the scales of this step."""
+    states = map(ScalingState, digests, histories)
+    return named_scaling([scale_of(quantizer, state) for quantizer, state in zip(quantizers, states)])
 
 
-_step_scale.defvjp(_step_scale_fwd, _step_scale_bwd)
+_step_scales = jax.custom_vjp(_read_scales, nondiff_argnums=(0,))
+
+
+def _step_scales_fwd(quantizers: Any, *states: Any) -> tuple[Scales, Scales]:
+    """Returns the scales, also as the residuals."""
+    scales = _read_scales(quantizers, *states)
+    return scales, scales
+
+
+@partial(jax.jit, static_argnums=0)
+def _step_scales_bwd(quantizers: Any, scales: Scales, amaxes: Scales) -> tuple[Scales, None]:
+    """Returns the cotangents of the digests: the scales and the amaxes of this step."""
+    del quantizers
+    numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
+    return [to_digest(*three) for three in numbers], None
+
+
+_step_scales.defvjp(_step_scales_fwd, _step_scales_bwd)
 
 
 # The state after a step.
