@@ -52,9 +52,8 @@ def save_safetensors(
 
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked have a leading dimension. All other variables keep their layout and
-    their names, such as ``embed.embedding``. Scaling state and NNX's random number
-    generators are left out. Equal variables
-    give equal files. ``load_into`` reads the file into a model.
+    their names, such as ``embed.embedding``. Scaling state and NNX's random number generators are left out.
+    Equal variables give equal files. ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
     blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is

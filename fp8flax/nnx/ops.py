@@ -209,6 +209,8 @@ def check_model(model: Any) -> None:
 
 def state_of(node: Any) -> dict[str, Any]:
     """Returns the scaling state of a model, or of a tree with models, as a collection, by NNX's paths."""
+    if not is_node(node) and jax.tree_util.all_leaves([node]):  # such as an array, which NNX cannot search
+        return {OVERWRITE_WITH_GRADIENT: {}}
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.state(node, OverwriteWithGradient))}
 
 

@@ -186,8 +186,10 @@ def test_parameters_in_tuples():
     variables = model8.init(KEY, X)
     assert ops(variables) == {f"Fp8DotGeneralOp_{name}" for name in ("tuple-0", "pair-second-0")}
     assert_in_fp8(model, model8, variables)
-    kernels = {row.kernel for row in fp8.report(model8, X).rows}
-    assert kernels == {"tuple/0", "pair/second/0"}
+    variables["params"]["pair"].second[0] = variables["params"]["tuple"][0]  # one array at two paths
+    variables = fp8.calibrate(model8.apply, variables, [100 * X])
+    np.testing.assert_allclose(model8.apply(variables, X), jax.jit(model8.apply)(variables, X), rtol=1e-5)
+    assert {row.kernel for row in fp8.report(model8, X).rows} == {"tuple/0", "pair/second/0"}
     _, served = assert_frozen_equal(model8, variables)
     assert isinstance(served["params"]["pair"], Pair)
     dtypes = [x.dtype.name for x in jax.tree.leaves(served["params"]["pair"])]
