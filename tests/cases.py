@@ -352,7 +352,17 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
 
 
 def tiled_gemm_in_jax(
-    lhs, rhs, lhs_scale, rhs_scale, *tables, num_blocks, block, shape, out_dtype, skips_rows=False, **options
+    lhs,
+    rhs,
+    lhs_scale,
+    rhs_scale,
+    *tables,
+    num_blocks,
+    block,
+    shape,
+    out_dtype,
+    skips_rows=False,
+    **options,
 ):
     """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
     rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)

@@ -5,8 +5,8 @@ devices. While JAX traces a program, nobody knows whether XLA will split it: a m
 devices may be on another machine.
 
 ``jax.export`` lowers a program for several platforms at once. JAX then lowers each branch of
-``lax.platform_dependent`` for all of them, and refuses GPU kernels and FP8 algorithms for CPUs. So these are
-lowered here, for CUDA alone.
+``lax.platform_dependent`` for all of them, and refuses GPU kernels and FP8 algorithms for CPUs. So these
+are lowered here, for CUDA alone.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives, and to batch and lower them,
 and the ``axis_context``, the ``platforms`` and the caches of the module that is lowered.

@@ -174,7 +174,7 @@ class Call(Interception):
             return site.scope
         if not site.converts:
             return NOT_CONVERTED
-        options = {"form": rules.form} if site.op.plan else {}
+        options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
