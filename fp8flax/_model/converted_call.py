@@ -185,7 +185,7 @@ class Call(Interception):
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(another)}$'!r})."
             )
-        options = {"form": rules.form} if site.op.plan else {}
+        options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)

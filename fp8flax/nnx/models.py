@@ -275,7 +275,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
-    form: dict[str, Any] = {"form": options.form} if row.plan else {}
+    form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
     op._make_state(site.stacked, rngs)
