@@ -66,7 +66,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[_report_p] = _in_checkpoint
 
 
 def reported(receive: Callable[..., Any], label: Hashable, *numbers: jax.Array) -> jax.Array:
-    """Returns ``receive(label, device, *numbers)``, an int32, which the host computes; without a derivative.
+    """Returns ``receive(label, device, *numbers)``, an int32 that the host computes, without a derivative.
 
     The report is made if the result is used. ``device`` counts the devices of a ``jax.shard_map``; each of
     them reports its own part, and must get the same results. Each ``jax.vmap`` adds a first axis to the

@@ -25,7 +25,7 @@ def reports_of(f, *args):
 
 
 def note(x, *numbers):
-    return x + 0 * reported(receive, "it", *numbers)
+    return lax.select(reported(receive, "it", *numbers) > 0, x, jnp.zeros_like(x))
 
 
 @pytest.mark.newest
@@ -46,14 +46,14 @@ def test_a_report_to_the_host_is_no_side_effect():
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_repeated_forward_pass_makes_no_reports_and_all_are_in_order(inside, unroll):
     def step(c, x):
-        return jnp.sin(note(c, x)) * x, None
+        return jnp.sin(note(c, x, c)) * x, None
 
     def f(x):
         body = jax.checkpoint(step) if inside else step
         return lax.scan(body, x, NUMBERS, unroll=unroll)[0]
 
     gradient = jax.value_and_grad(f if inside else jax.checkpoint(f))
-    assert reports_of(gradient, np.float32(1)) == [("it", 0, x) for x in (0, 1, 2)]
+    assert [x for _, _, x, _ in reports_of(gradient, np.float32(1))] == [0, 1, 2]
 
 
 @pytest.mark.newest

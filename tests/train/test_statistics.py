@@ -219,14 +219,16 @@ def test_layers_of_a_scan_have_numbers_each(how):
         run = lambda x, ws: jax.lax.scan(wrap(block), x, ws, unroll=STACK[how])[0]  # noqa: E731
         return jnp.sum((jax.checkpoint(run) if "loop" in how else run)(X, kernels))
 
-    def unrolled(kernels):
-        x = X
-        for i, w in enumerate(kernels):
-            layer = fp8.Fp8DotGeneralOp(recipe=OP.recipe, name=f"layer_{i}")
-            x += jnp.sin(layer.apply({}, layer.apply({}, x, w, MATMUL), w, MATMUL))
-        return jnp.sum(x)
+    class Unrolled(nn.Module):
+        @nn.compact
+        def __call__(self, kernels):
+            x = X
+            for i, w in enumerate(kernels):
+                op = fp8.Fp8DotGeneralOp(recipe=OP.recipe, name=f"layer_{i}")
+                x += jnp.sin(op(op(x, w, MATMUL), w, MATMUL))
+            return jnp.sum(x)
 
-    found, expected = fp8.statistics(looped)(KERNELS), fp8.statistics(unrolled)(KERNELS)
+    found, expected = (fp8.statistics(f)(KERNELS) for f in (looped, partial(Unrolled().apply, {})))
     assert list(found) == [f"Fp8DotGeneralOp[{i}]" for i in range(3)]
     assert list(expected) == [f"layer_{i}" for i in range(3)]
     assert_close(dict(enumerate(found.values())), dict(enumerate(expected.values())))

@@ -197,7 +197,7 @@ def _observed(plan: Contraction, compute: Any, operands: Any, states: States, sc
     )
 
     def look_at_cotangent(g: jax.Array, args: Any) -> Any:
-        plan, _, scales, call = args
+        plan, _, scales, _ = args
         (g,), _ = look({"output_grad": g}, *args)
         # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
         amaxes = dict.fromkeys(scales)
