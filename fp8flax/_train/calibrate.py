@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.observe import Observing, collect
+from fp8flax._core.observe import Observing, Report, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
@@ -123,7 +123,7 @@ def _filled(
 
 
 def _amaxes(
-    reports: Iterable[dict[Any, np.ndarray]], numbers: dict[str, np.ndarray], count: int, backward: bool
+    reports: Iterable[list[Report]], numbers: dict[str, np.ndarray], count: int, backward: bool
 ) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
     """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
     backward_only = state_leaf_names("output_grad")
@@ -131,9 +131,9 @@ def _amaxes(
     amaxes = np.full(count, -np.inf, np.float32)
     quantizers: dict[int, DelayedQuantizer] = {}
     for i, report in enumerate(reports):
-        for quantizer, rows in report.items():
-            tensors = rows[:, 0].astype(int)
-            np.maximum.at(amaxes, tensors, rows[:, 1])
+        for quantizer, *_, (pairs,) in report:
+            tensors = pairs[..., 0].astype(int).ravel()
+            np.maximum.at(amaxes, tensors, pairs[..., 1].ravel())
             quantizers |= dict.fromkeys(tensors.tolist(), quantizer)
         if bad := [path for path, n in to_fill.items() if not np.all(amaxes[n] < np.inf)]:
             raise ValueError(
