@@ -156,9 +156,11 @@ class Call(Interception):
         fields = "dot_general_cls", "conv_general_dilated_cls"
         is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
         if is_layer and kernel is not None:
-            # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
-            is_own = any(x.path == (*scope.path, "kernel") for x in kernel.sources)
-            name = "0" if is_own or type(module).__module__.startswith("flax.") else name
+            # A layer of Flax has one contraction. The op has the name of an op that is given by hand. (But
+            # other code may have added parameters, such as Qwix's kernel_lora_a.)
+            own = [x.path[-1] for x in kernel.sources if x.path[:-1] == scope.path]
+            is_flax = type(module).__module__.startswith("flax.") and not own
+            name = "0" if is_flax or "kernel" in own else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
         elif call_of(scope) is not self:

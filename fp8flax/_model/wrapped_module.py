@@ -11,6 +11,7 @@ import flax.core
 import flax.linen as nn
 import jax
 
+from fp8flax._compat.flax_context import running
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import CALL, call_of, having
 from fp8flax._linen.eval_init import program_of
@@ -131,7 +132,8 @@ def _as_method(model: Any, method: Any) -> Any:
     if own is not None and function in (name, own, own.__wrapped__):
 
         def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(bound, *args, **kwargs)
+            with running(bound):
+                result = own(bound, *args, **kwargs)
             inputs_of_calls(model)[name] = jax.tree.map(as_struct, (args, kwargs))
             return result
 
