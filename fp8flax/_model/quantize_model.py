@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._core.names import RNG
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
@@ -32,6 +34,7 @@ def quantize_model(
     allow_unmatched: bool = False,
     form: str = "direct",
     rngs: Any = None,
+    **keyword_inputs: Any,
 ) -> Any:
     """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
@@ -51,8 +54,8 @@ def quantize_model(
     numbered.
 
     **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
-    ``inputs``, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
-    and ``nnx.Conv``, also inside of other modules of NNX. With ``inputs``, one abstract call of the model
+    inputs, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
+    and ``nnx.Conv``, also inside of other modules of NNX. With inputs, one abstract call of the model
     also finds the contractions that modules write out. Their ops are attributes of the modules, such as
     ``fp8_w``. Each module gets its own ops, with fresh state, which is stacked if ``nnx.vmap`` stacked the
     module along the first axis. A layer with an op that you gave keeps it, unless ``rules`` or ``include``
@@ -75,7 +78,7 @@ def quantize_model(
     Args:
         model: an unbound Linen module; or an NNX module, also an abstract one (``nnx.eval_shape``).
         *inputs: inputs of an NNX model; ``jax.ShapeDtypeStruct`` may take the place of arrays. A Linen
-            model takes none. A recipe may come before them, or alone.
+            model takes none. A recipe may come before them, or alone. (None is an input.)
         recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
             ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
         include: a regular expression or several. Only contractions that match are converted, even those
@@ -94,6 +97,8 @@ def quantize_model(
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel. A kernel in another collection
             than ``params`` counts as an activation.
+        **keyword_inputs: keyword inputs of an NNX model. An input with the name of an option, such as
+            ``rngs``, is passed by position.
 
     Returns:
         A Linen module of a subclass of ``type(model)``, equal for equal arguments; or a copy of the NNX
@@ -106,7 +111,8 @@ def quantize_model(
 
     Raises:
         TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, or is given
-            twice, ``products`` or ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
+            twice, ``products`` or ``allow_unmatched`` is not a bool, a Linen model gets inputs, the inputs
+            are not those of the NNX model, or an option has the name of one of them.
         ValueError: ``model`` is bound, or converted already; a rule or ``form`` is not valid; a pattern
             matched nothing; nothing is converted; or an op would be inside of Flax's ``custom_vjp``. A
             Linen model raises the last three in ``init``.
@@ -128,28 +134,35 @@ def quantize_model(
     Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
     on an H100.)
     """
-    if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str | type)):
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "include": include,
+        "exclude": exclude,
+        "rules": rules,
+        "products": products,
+        "allow_unmatched": allow_unmatched,
+        "form": form,
+    }
+    given = {name for name, x in {**options, "rngs": rngs}.items() if x not in (None, (), False, "direct")}
+    if inputs and isinstance(inputs[0], Recipe | str | type):
         if recipe is not None:
             raise TypeError(f"recipe must be given once; got {inputs[0]!r} and recipe={recipe!r}.")
-        recipe, *inputs = inputs  # type: ignore[assignment]
-    options = Rules(
-        recipe=recipe,
-        include=include,
-        exclude=exclude,
-        rules=rules,
-        products=products,
-        allow_unmatched=allow_unmatched,
-        form=form,
-    )
+        options["recipe"], *inputs = inputs  # type: ignore[assignment]
+    checked = Rules(**options)
     if is_nnx(model):
-        return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options, rngs)
+        if inputs or keyword_inputs:
+            is_for_fp8 = RNG in getattr(rngs, "__dict__", {})  # a stream for FP8 ops is no input
+            _check_inputs(model, inputs, keyword_inputs, given - {"rngs"} if is_for_fp8 else given)
+        quantize = importlib.import_module("fp8flax.nnx.models").quantize
+        return quantize(model, inputs, keyword_inputs, checked, rngs)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
         raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
-    if inputs or rngs is not None:
+    if inputs or keyword_inputs or rngs is not None:
+        names = [*[type(x).__name__ for x in inputs], *keyword_inputs, *["rngs"] * (rngs is not None)]
         raise TypeError(
-            f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them. (Its "
-            "apply gets rngs.)"
+            f"A Linen model takes no inputs in quantize_model; got {', '.join(names)}. Its init gets them. "
+            "(Its apply gets rngs.)"
         )
     if model.scope is not None:
         raise ValueError(
@@ -161,4 +174,23 @@ def quantize_model(
             f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
             "made from, with all rules at once."
         )
-    return convert(model, options, Call)
+    return convert(model, checked, Call)
+
+
+def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:
+    """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
+    name, signature = type(model).__name__, inspect.signature(type(model).__call__)
+    try:
+        by_position = signature.bind_partial(model, *inputs).arguments
+        signature.bind(model, *inputs, **keyword_inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}.__call__ does not take the inputs in quantize_model: {error}. All arguments but the "
+            "options of quantize_model are inputs of the model."
+        ) from error
+    for option in given & (signature.parameters.keys() - by_position):
+        raise TypeError(
+            f"{option}= is an option of quantize_model, and an argument of {name}.__call__. Pass the "
+            f"model's by position, even if it is None: then {option}= is the option. (rngs=nnx.Rngs(fp8=0) "
+            "always is.) If the model takes it by keyword only, convert a module that calls the model."
+        )

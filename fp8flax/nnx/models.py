@@ -241,7 +241,7 @@ class DryRun:
         return record(self.found, site).scope
 
 
-def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
+def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
     if converted := ["/".join(path) for path, op in given.items() if op._reason]:
@@ -251,8 +251,8 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
         )
     copy: Any = nnx.clone(model)
     found = {layer.key: layer for layer in layers_of(copy)}
-    if inputs:
-        found |= DryRun(copy, inputs, {}).found
+    if inputs or keyword_inputs:
+        found |= DryRun(copy, inputs, keyword_inputs).found
     decided = [options.decide(site) for site in found.values()]
     options.check(decided, has_ops=bool(given))
     for site in sorted(decided, key=lambda site: site.name.count("-")):  # see attribute_of

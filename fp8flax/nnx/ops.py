@@ -131,7 +131,7 @@ class _PlainCall(Interception):
 
 
 _CODE = lax.dot_general.__code__
-"""JAX's own code. Qwix puts another in its place while a model runs, which adds LoRA to what layers multiply."""
+"""JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
 
 
 def _beside_others(call: Any) -> Any:
@@ -141,14 +141,14 @@ def _beside_others(call: Any) -> Any:
     """
 
     @functools.wraps(call)
-    def __call__(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    def run(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
         if lax.dot_general.__code__ is _CODE:
             return call(op, *args, **kwargs)
         is_einsum = op.row is Einsum
         with _PlainCall(op, args[1 + is_einsum]).watching():
             return (jnp.einsum if is_einsum else op.row.plain)(*args, **kwargs)
 
-    return __call__
+    return run
 
 
 class Fp8DotGeneralOp(Fp8Op):
