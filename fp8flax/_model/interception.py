@@ -114,6 +114,7 @@ class Interception:
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
             impossible=impossible,
             name=name,
+            product=self.origins.note(lhs, rhs) if kernel is None else "",
             is_swapped=restore is not None,
             in_custom_vjp=any(self.custom_vjps),
         )

@@ -78,7 +78,8 @@ def quantize_model(
     Args:
         model: an unbound Linen module; or an NNX module, also an abstract one (``nnx.eval_shape``).
         *inputs: inputs of an NNX model; ``jax.ShapeDtypeStruct`` may take the place of arrays. A Linen
-            model takes none. A recipe may come before them, or alone. (None is an input.)
+            model takes none. A recipe may come before them, or alone. (None is an
+            input of an NNX model.)
         recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
             ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
         include: a regular expression or several. Only contractions that match are converted, even those
@@ -144,7 +145,8 @@ def quantize_model(
         "form": form,
     }
     given = {name for name, x in {**options, "rngs": rngs}.items() if x not in (None, (), False, "direct")}
-    if inputs and isinstance(inputs[0], Recipe | str | type):
+    may_be_recipe = isinstance(inputs[0], Recipe | str | type) if inputs else False
+    if may_be_recipe or (inputs and inputs[0] is None and not is_nnx(model)):  # Linen models take no inputs
         if recipe is not None:
             raise TypeError(f"recipe must be given once; got {inputs[0]!r} and recipe={recipe!r}.")
         options["recipe"], *inputs = inputs  # type: ignore[assignment]

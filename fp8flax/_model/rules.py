@@ -60,6 +60,8 @@ class Site(NamedTuple):
     """The reason why no FP8 op can compute the contraction; None if one can."""
     name: str = ""
     """The name of its op in the module."""
+    product: str = ""
+    """What one operand is, if there is no kernel and the operand is no activation either."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
     in_custom_vjp: bool = False
@@ -188,7 +190,8 @@ class Rules:
         if site.impossible is not None:
             return site.impossible
         if site.kernel is None and not self.products:
-            return "a product of two activations (products=True converts them)"
+            product = f"with {site.product}" if site.product else "of two activations"
+            return f"a product {product} (products=True converts them)"
         if narrow := ", ".join(str(d) for d in site.dtypes if not is_wide_float(d)):
             return f"operands of {narrow}"
         if not is_default:

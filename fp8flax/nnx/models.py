@@ -133,11 +133,12 @@ class ModuleCall(Interception):
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         self.frames.append(Frame(module, "" if method == "__call__" else method))
-        params = nodes_of(module, nnx.Param)
-        for x in params.values():
-            if isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
+        for path, x in nodes_of(module, nnx.Variable).items():
+            is_param = isinstance(x, nnx.Param)
+            if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
-        self.origins.add((path, x.get_value()) for path, x in params.items())
+            kind = "" if is_param else f"a variable of the type {type(x).__name__}"
+            self.origins.add([(path, x.get_value())], kind)
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:

@@ -5,7 +5,6 @@ import sys
 import threading
 import weakref
 from concurrent import futures
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -16,7 +15,6 @@ from flax import nnx
 from jax import lax
 
 import fp8flax as fp8
-import fp8flax.nnx as fp8nnx
 from fp8flax.nnx.models import watch
 from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
@@ -227,51 +225,40 @@ def test_products():
 
 
 class Cached(nnx.Module):
-    """A model whose first input may be None, with inputs by keyword, one named as an option."""
+    """A model whose first input may be None, with inputs by keyword, two of them named as options."""
 
     def __init__(self):
-        self.w, self.v, self.u = (nnx.Param(jnp.asarray(normal(i, 8, 8))) for i in range(3))
+        self.w, self.v = (nnx.Param(jnp.asarray(normal(i, 8, 8))) for i in range(2))
 
     def __call__(self, tokens, x=None, form="whole", *, cache, rngs=None):
-        x = x if tokens is None else tokens
-        y = jnp.einsum("bi,io->bo", x, self.w[...]) + jnp.einsum("bi,io->bo", cache["keys"], self.v[...])
-        return y if form == "whole" else jnp.einsum("bi,io->bo", y, self.u[...])
+        y = jnp.einsum("bi,io->bo", x if tokens is None else tokens, self.w[...]) + cache["keys"]
+        return y if form == "whole" else jnp.einsum("bi,io->bo", y, self.v[...])
 
 
 def test_inputs_of_an_nnx_model():
-    x, cache, convert = (
-        normal(0, 4, 8),
-        {"keys": normal(1, 4, 8)},
-        partial(fp8.quantize_model, Cached(), **ALL),
-    )
-    for inputs, keywords, names in (
-        ((x,), {}, "wv"),
-        ((None, x), {}, "wv"),
-        ((fp8.Float8CurrentScaling(), None, x), {}, "wv"),
-        ((), {"tokens": x}, "wv"),
-        ((None,), {"x": x}, "wv"),
-        ((x, None, "part"), {}, "wvu"),
-        ((x, None, "part"), {"form": "qdq"}, "wvu"),
+    x, cache = normal(0, 4, 8), {"keys": normal(1, 4, 8)}
+    for inputs, keywords, share in (
+        ((None, x), {}, 0.5),
+        ((fp8.Float8CurrentScaling(), None, x), {}, 0.5),
+        ((), {"tokens": x}, 0.5),
+        ((x, None, "part"), {"form": "qdq"}, 1),
     ):
-        model8 = convert(*inputs, **keywords, cache=cache)
-        ops = {name[4:]: op for name, op in vars(model8).items() if isinstance(op, fp8nnx.Fp8DotGeneralOp)}
-        assert set(ops) == set(names)
-        assert {op.form for op in ops.values()} == {keywords.get("form", "direct")}
-        assert fp8.report(model8, x, form="part", cache=cache).fp8_share == len(names) / 3
+        model8 = fp8.quantize_model(Cached(), *inputs, **keywords, cache=cache, **ALL)
+        assert model8.fp8_w.form == keywords.get("form", "direct")
+        assert fp8.report(model8, x, form="part", cache=cache).fp8_share == share
 
 
 def test_inputs_that_may_be_options():
-    x, model = normal(0, 4, 8), Cached()
+    x, cache = normal(0, 4, 8), {"keys": normal(1, 4, 8)}
     for keywords, match in (
         ({"form": "qdq"}, "form= is an option .* by position"),
         ({"rngs": nnx.Rngs(0)}, "rngs= is an option .*fp8=0"),
         ({"cash": x}, "Cached.__call__ does not take .*'cash'.*options"),
     ):
         with pytest.raises(TypeError, match=match):
-            fp8.quantize_model(model, x, cache={"keys": x}, **keywords)
+            fp8.quantize_model(Cached(), x, cache=cache, **keywords)
     random = {"recipe": fp8.NVFP4BlockScaling(), "rngs": nnx.Rngs(fp8=0)}
-    model8 = fp8.quantize_model(nnx.Sequential(model), x, cache={"keys": x}, **random, **ALL)
-    assert model8.layers[0].fp8_w.rngs is not None
+    assert fp8.quantize_model(Cached(), x, cache=cache, **random, **ALL).fp8_w.rngs is not None
 
 
 def watched(cls):
@@ -285,16 +272,12 @@ def test_threads_that_convert_equal_models_make_one_class(base):
     convert = watched if base is nnx.Module else lambda cls: fp8.quantize_model(cls(), **ALL)
     count, interval = 16, sys.getswitchinterval()
     barrier = threading.Barrier(count)
-
-    def convert_at_once(cls):
-        barrier.wait()
-        return convert(cls)
-
     sys.setswitchinterval(1e-6)
     try:
         with futures.ThreadPoolExecutor(count) as pool:
             for cls in (type("Model", (base,), {"__call__": lambda self, x: x}) for _ in range(10)):
-                assert len(set(map(type, pool.map(convert_at_once, [cls] * count)))) == 1
+                run = [pool.submit(lambda cls=cls: (barrier.wait(), convert(cls))[1]) for _ in range(count)]
+                assert len({type(each.result()) for each in run}) == 1
     finally:
         sys.setswitchinterval(interval)
 
@@ -315,12 +298,8 @@ class TestErrors:
             fp8.quantize_model(Pretrained())
         with pytest.raises(TypeError, match="recipe"):
             fp8.quantize_model(nn.Dense(4), "delayed")
-        for inputs, keywords, match in (
-            ((self.x,), {}, "ndarray"),
-            ((None,), {}, "None"),
-            ((), {"y": 1}, "y"),
-        ):
-            with pytest.raises(TypeError, match=f"takes no inputs in quantize_model; got {match}"):
+        for inputs, keywords, got in ((self.x,), {}, "ndarray"), ((), {"y": 1}, "y"):
+            with pytest.raises(TypeError, match=f"takes no inputs .* got {got}"):
                 fp8.quantize_model(nn.Dense(4), *inputs, **keywords)
 
     def test_a_bound_or_converted_model(self):
