@@ -43,9 +43,9 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import Frame, Interception, scope_in
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Site, record
+from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
@@ -57,7 +57,7 @@ class Call(Interception):
     """One call of a converted model by code outside of the model.
 
     If there is ``counted``, it gets the contractions with the decisions by their keys. Each contraction
-    is then computed in its ``Site.scope``, and none is converted.
+    is then computed in the scope that ``scope_in`` returns, and none is converted.
     """
 
     on_op: Any = None
@@ -175,9 +175,9 @@ class Call(Interception):
         site = rules.decide(site)
         pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
         # A module has a scope, which must not outlive its trace.
-        numbered = record(self.decided, site._replace(module=type(module), pattern=pattern))
+        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
         if self.is_counting:
-            return numbered.scope
+            return scope_in(self.decided, site)
         if not site.converts:
             return NOT_CONVERTED
         known = self._kernels.setdefault((*scope.path, site.name), site.kernel)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 import flax.linen as nn
@@ -78,8 +80,7 @@ def quantize_model(
     Args:
         model: an unbound Linen module; or an NNX module, also an abstract one (``nnx.eval_shape``).
         *inputs: inputs of an NNX model; ``jax.ShapeDtypeStruct`` may take the place of arrays. A Linen
-            model takes none. A recipe may come before them, or alone. (None is an
-            input of an NNX model.)
+            model takes none. A recipe may come before them, or alone.
         recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
             ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
         include: a regular expression or several. Only contractions that match are converted, even those
@@ -135,36 +136,36 @@ def quantize_model(
     Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
     on an H100.)
     """
-    options: dict[str, Any] = {
-        "recipe": recipe,
-        "include": include,
-        "exclude": exclude,
-        "rules": rules,
-        "products": products,
-        "allow_unmatched": allow_unmatched,
-        "form": form,
-    }
-    given = {name for name, x in {**options, "rngs": rngs}.items() if x not in (None, (), False, "direct")}
-    may_be_recipe = isinstance(inputs[0], Recipe | str | type) if inputs else False
-    if may_be_recipe or (inputs and inputs[0] is None and not is_nnx(model)):  # Linen models take no inputs
+    # None is an input of an NNX model. A Linen model takes none.
+    of_recipes = (Recipe, str, type) if is_nnx(model) else (Recipe, str, type, NoneType)
+    if inputs and isinstance(inputs[0], of_recipes):
         if recipe is not None:
             raise TypeError(f"recipe must be given once; got {inputs[0]!r} and recipe={recipe!r}.")
-        options["recipe"], *inputs = inputs  # type: ignore[assignment]
-    checked = Rules(**options)
+        recipe, *inputs = inputs  # type: ignore[assignment]
+    options = Rules(
+        recipe=recipe,
+        include=include,
+        exclude=exclude,
+        rules=rules,
+        products=products,
+        allow_unmatched=allow_unmatched,
+        form=form,
+    )
     if is_nnx(model):
         if inputs or keyword_inputs:
-            is_for_fp8 = RNG in getattr(rngs, "__dict__", {})  # a stream for FP8 ops is no input
-            _check_inputs(model, inputs, keyword_inputs, given - {"rngs"} if is_for_fp8 else given)
+            given = {x.name for x in fields(options) if getattr(options, x.name) != x.default}
+            # nnx.Rngs(fp8=seed) is for FP8 ops only.
+            given |= set() if rngs is None or RNG in getattr(rngs, "__dict__", {}) else {"rngs"}
+            _check_inputs(model, inputs, keyword_inputs, given)
         quantize = importlib.import_module("fp8flax.nnx.models").quantize
-        return quantize(model, inputs, keyword_inputs, checked, rngs)
+        return quantize(model, inputs, keyword_inputs, options, rngs)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
         raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
     if inputs or keyword_inputs or rngs is not None:
-        names = [*[type(x).__name__ for x in inputs], *keyword_inputs, *["rngs"] * (rngs is not None)]
         raise TypeError(
-            f"A Linen model takes no inputs in quantize_model; got {', '.join(names)}. Its init gets them. "
-            "(Its apply gets rngs.)"
+            f"A Linen model takes no inputs in quantize_model; got {len(inputs)} and {[*keyword_inputs]}. "
+            "Its init gets them. (Its apply gets rngs.)"
         )
     if model.scope is not None:
         raise ValueError(
@@ -176,23 +177,18 @@ def quantize_model(
             f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
             "made from, with all rules at once."
         )
-    return convert(model, checked, Call)
+    return convert(model, options, Call)
 
 
 def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:
     """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
-    name, signature = type(model).__name__, inspect.signature(type(model).__call__)
-    try:
-        by_position = signature.bind_partial(model, *inputs).arguments
-        signature.bind(model, *inputs, **keyword_inputs)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}.__call__ does not take the inputs in quantize_model: {error}. All arguments but the "
-            "options of quantize_model are inputs of the model."
-        ) from error
+    signature = inspect.signature(type(model).__call__)
+    signature.bind(model, *inputs, **keyword_inputs)
+    by_position = signature.bind_partial(model, *inputs).arguments
     for option in given & (signature.parameters.keys() - by_position):
         raise TypeError(
-            f"{option}= is an option of quantize_model, and an argument of {name}.__call__. Pass the "
-            f"model's by position, even if it is None: then {option}= is the option. (rngs=nnx.Rngs(fp8=0) "
-            "always is.) If the model takes it by keyword only, convert a module that calls the model."
+            f"{option}= is an option of quantize_model, and {type(model).__name__} has an input {option}. "
+            f"Pass the input by position, even if it is None: then {option}= is the option. ("
+            "rngs=nnx.Rngs(fp8=0) always is.) If the model takes it by keyword only, convert a module that "
+            "calls the model."
         )

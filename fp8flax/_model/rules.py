@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.names import COUNTED
 from fp8flax._core.ops.op import FORMS, GemmSizes, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
@@ -75,8 +74,6 @@ class Site(NamedTuple):
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
-    number: int = -1
-    """The number of the contraction in its model; ``record`` sets it."""
 
     @property
     def place(self) -> str:
@@ -87,18 +84,6 @@ class Site(NamedTuple):
     def key(self) -> Hashable:
         """What the contraction is known by, in each trace of the model."""
         return self.path, self.name, self.kernel, self.shapes, self.impossible
-
-    @property
-    def scope(self) -> str:
-        """The scope by which ``report`` finds the contraction in a program."""
-        return f"{COUNTED}{self.number}"
-
-
-def record(sites: dict[Hashable, Site], site: Site) -> Site:
-    """Records a contraction by its key, and returns it with its number, which is the same in each trace."""
-    known = sites.get(site.key)
-    sites[site.key] = site._replace(number=len(sites) if known is None else known.number)
-    return sites[site.key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

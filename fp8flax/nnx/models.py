@@ -29,10 +29,10 @@ from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import Frame, Interception, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Rules, Site, record
+from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
@@ -205,7 +205,7 @@ class DryRun:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
-        """The contractions by their keys. Each is computed in its ``Site.scope``."""
+        """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
@@ -239,7 +239,8 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
-        return record(self.found, site).scope
+        self.found[site.key] = site
+        return scope_in(self.found, site)
 
 
 def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
@@ -289,7 +290,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, map(_decided, run.found.values()))
+    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()})
 
 
 def _decided(site: Site) -> Site:

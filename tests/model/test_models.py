@@ -253,7 +253,7 @@ def test_inputs_that_may_be_options():
     for keywords, match in (
         ({"form": "qdq"}, "form= is an option .* by position"),
         ({"rngs": nnx.Rngs(0)}, "rngs= is an option .*fp8=0"),
-        ({"cash": x}, "Cached.__call__ does not take .*'cash'.*options"),
+        ({"cash": x}, "unexpected keyword argument 'cash'"),
     ):
         with pytest.raises(TypeError, match=match):
             fp8.quantize_model(Cached(), x, cache=cache, **keywords)
@@ -298,7 +298,7 @@ class TestErrors:
             fp8.quantize_model(Pretrained())
         with pytest.raises(TypeError, match="recipe"):
             fp8.quantize_model(nn.Dense(4), "delayed")
-        for inputs, keywords, got in ((self.x,), {}, "ndarray"), ((), {"y": 1}, "y"):
+        for inputs, keywords, got in ((self.x,), {}, "1"), ((), {"y": 1}, ".*'y'"):
             with pytest.raises(TypeError, match=f"takes no inputs .* got {got}"):
                 fp8.quantize_model(nn.Dense(4), *inputs, **keywords)
 

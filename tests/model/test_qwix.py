@@ -27,14 +27,6 @@ def with_lora(model, *inputs, **kwargs):
     return qwix.apply_lora_to_model(model, provider, *inputs, **kwargs)
 
 
-class OneLayer(nnx.Module):
-    def __init__(self, make):
-        self.layer = make(nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.layer(x)
-
-
 LAYERS = {
     "Linear": (lambda rngs: nnx.Linear(16, 8, rngs=rngs), (4, 16)),
     "LinearGeneral": (lambda rngs: nnx.LinearGeneral(16, (2, 4), rngs=rngs), (4, 16)),
@@ -49,42 +41,37 @@ LAYERS = {
 def test_nnx(layer, order, has_inputs):
     """The base layer gives bit for bit what it gives alone; beside it the adapters compute and train."""
     make, shape = LAYERS[layer]
-    x, wide = normal(0, *shape), OneLayer(make)
-    inputs = (x,) * has_inputs
+    x, rngs = normal(0, *shape), nnx.Rngs(1)
+    wide = nnx.Sequential(make(nnx.Rngs(0)))
+    inputs, options = (x,) * has_inputs, {**ALL, "exclude": "lora", "allow_unmatched": True}
+    if order == "before":
+        model = fp8.quantize_model(with_lora(wide, x, rngs=rngs), *inputs, **options)
+    else:
+        model = with_lora(fp8.quantize_model(wide, *inputs, **options), x, rngs=rngs)
     alone = fp8.quantize_model(wide, **ALL)(x)
     assert np.abs(alone - wide(x)).max() > 1e-3
-    if order == "before":
-        options = {"include": "^layer$", "exclude": ["lora"] * has_inputs}
-        model = fp8.quantize_model(with_lora(wide, x, rngs=nnx.Rngs(1)), *inputs, **options)
-    else:
-        model = with_lora(fp8.quantize_model(wide, *inputs, **ALL), x, rngs=nnx.Rngs(1))
     np.testing.assert_array_equal(model(x), alone)  # the second factor of an adapter starts with zeros
+    second = model.layers[0].kernel_lora_b
     grads = fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
-    assert np.abs(grads["layer"]["kernel_lora_b"][...]).max() > 0
-    model.layer.kernel_lora_b[...] = normal(1, *model.layer.kernel_lora_b.shape)
-    plain = with_lora(wide, x, rngs=nnx.Rngs(1))
+    assert np.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
+    second[...] = normal(1, *second.shape)
+    plain = with_lora(wide, x, rngs=rngs)
     nnx.update(plain, nnx.state(model, nnx.LoRAParam))
     np.testing.assert_allclose(model(x) - alone, plain(x) - wide(x), rtol=1e-4, atol=1e-4)
 
 
-class TwoLayers(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
-
-
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_linen(order):
-    x, wide, options = normal(0, 4, 16), TwoLayers(), {"include": "Dense_.$", "exclude": "lora"}
+    x, wide = normal(0, 4, 16), nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(8)])
+    options = {**ALL, "exclude": "lora", "allow_unmatched": True}
     if order == "before":
         model = fp8.quantize_model(with_lora(wide), **options)
     else:
         model = with_lora(fp8.quantize_model(wide, **options))
     variables = model.init(jax.random.key(0), x)
-    assert {*variables["params"]["Dense_0"]} == {"bias", "kernel", "kernel_lora_a", "kernel_lora_b"}
     alone = fp8.quantize_model(wide, **ALL).apply(variables, x)
     np.testing.assert_array_equal(jax.jit(model.apply)(variables, x), alone)
-    assert {*variables[OWG]["Dense_0"]} == {"Fp8DotGeneralOp_0"}
     grads = fp8.grad(lambda variables: jnp.sum(model.apply(variables, x) ** 2))(variables)
-    assert all(np.abs(grads["params"][name]["kernel_lora_b"]).max() > 0 for name in ("Dense_0", "Dense_1"))
-    assert all(history.max() > 0 for history in jax.tree.leaves(grads[OWG]))
+    for layer in ("layers_0", "layers_2"):
+        assert np.abs(grads["params"][layer]["kernel_lora_b"]).max() > 0
+        assert {*variables[OWG][layer]} == {"Fp8DotGeneralOp_0"}
