@@ -53,7 +53,7 @@ def quantize_model(
     A contraction that is written out with a parameter ``w`` has the state ``Fp8DotGeneralOp_w``, whatever
     else the method computes. ``…_qkv-axis1-0-64`` is the state of ``qkv[:, :64]``, and ``…_w-T`` that of a
     transpose. A kernel that is used twice in the same way has one state. Products of activations are
-    numbered.
+    numbered. What could be read in two ways has a ``~``: the state of a parameter ``w-T`` is ``…_w~-T``.
 
     **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
     inputs, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
@@ -97,8 +97,9 @@ def quantize_model(
         rngs: for an NNX model and a recipe with stochastic rounding: ``nnx.Rngs(fp8=seed)``, of which each
             op takes a stream. (A Linen model gets ``rngs={"fp8": key}`` in ``apply``.)
         products: whether to convert products of two activations too, such as the two of attention. Their
-            state is that of an op with the second activation as its kernel. A kernel in another collection
-            than ``params`` counts as an activation.
+            state is that of an op with the second activation as its kernel. A constant, a kernel that is
+            computed in another way than above, and one in another collection than ``params`` count as
+            activations; ``report`` says which it is.
         **keyword_inputs: keyword inputs of an NNX model. An input with the name of an option, such as
             ``rngs``, is passed by position.
 
