@@ -99,6 +99,20 @@ def test_the_nnx_layer_trains():
         assert np.count_nonzero(experts.op.output_grad_amax_history.get_value()) == 31
 
 
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.long
+def test_the_frozen_linen_layer_is_small():
+    page = names_after(LINEN)
+    model, x, variables = page["model"], page["x"], page["state"].params
+    serve, served = fp8.freeze(model, variables, x)
+    assert bytes_of(served) <= 0.36 * bytes_of(variables["params"])
+    results = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model, variables)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 @pytest.mark.long
 def test_each_device_routes_its_own_tokens():
     """In shard_map: the gradients and the state of one call on all tokens."""
