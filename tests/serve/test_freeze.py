@@ -534,8 +534,14 @@ def test_export_for_a_gpu(recipe, target, size):
     assert exported.platforms == ("cuda",)
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize(("recipe", "target"), [("delayed", None), ("block128", "h200"), ("mxfp8", "b200")])
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("delayed", None),  # JAX 0.12 cannot write an FP8 dot with an algorithm
+        pytest.param("block128", "h200", marks=pytest.mark.newest),
+        ("mxfp8", "b200"),
+    ],
+)
 def test_export_for_a_cpu_and_a_gpu_at_once(recipe, target):
     """A frozen model and a gradient: written, read again, and called here. The bits are the usual ones."""
     model8, variables = trained(nn.Dense(256), x := normal(0, 256, 128), recipe=RECIPES[recipe])
