@@ -44,7 +44,7 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, beside, computed, freeze_ops, leaves_of, record
 
 IS_FROZEN = (
     "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
@@ -154,7 +154,7 @@ def _freeze_linen(
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
     rules, calls = Rules(include=(), allow_unmatched=True), {}
-    if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
+    if not (by_hand := not hasattr(model, "_fp8_rules")):
         rules, calls = model._fp8_rules, inputs_of_calls(model)
     if inputs or kwargs:
         calls = {"__call__": (inputs, kwargs)}
@@ -162,6 +162,9 @@ def _freeze_linen(
 
     class RecordingCall(Call):
         """A call in the trace; it records the ops that run."""
+
+        def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+            return as_own_arrays(variables) if by_hand else super().put_in(variables)
 
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
@@ -184,7 +187,7 @@ def _freeze_linen(
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, rules, Serving(tuple(ops))), served
+    return convert(model, rules, Serving(tuple(ops), by_hand)), served
 
 
 def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
@@ -200,6 +203,8 @@ class Serving:
     """The static description of a frozen model (hashable). It makes the calls of the model."""
 
     ops: tuple[ServedOp, ...]
+    by_hand: bool
+    """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
 
     def __call__(self, model: Any) -> Call:
         """Returns a new call of a model."""
@@ -211,7 +216,9 @@ class ServingCall(Call):
 
     def __init__(self, serving: Serving, model: Any) -> None:
         super().__init__(model)
-        self._ops = {op.path: op for op in serving.ops}
+        self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
+        self._shapes = dict[Path, tuple[int, ...]]()
+        """The shapes of the scales of one layer, by their paths."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the right side of the diagram at the top for the left side."""
@@ -224,11 +231,19 @@ class ServingCall(Call):
         given = leaves_of(nn.meta.unbox(params))
         stored = {op.kernel: op for op in self._ops.values() if op.kernel in given}
         wide = {path: jnp.full_like(given[path], jnp.inf, op.dtype) for path, op in stored.items()}
-        of_ops = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
+        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         # The only parameters of an op are its scales.
-        of_ops |= {path: x for path, x in given.items() if path[:-1] in self._ops}
+        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        for path, x in scales.items():
+            op = self._ops[path[:-1]]
+            self._shapes[path] = x.shape[len(op.stack) :]
+            if op.stack != tuple(range(len(op.stack))):
+                scales[path] = beside(given[op.kernel], x, op.stack)
+        params = _replaced(params, {**wide, **scales})
+        of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}
         of_ops |= {(*op.path, CODES): given[path] for path, op in stored.items()}
-        return merged({PARAMS: _replaced(params, wide), OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
+        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
+        return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
@@ -256,4 +271,5 @@ class ServingCall(Call):
                 "Pass the variables that fp8flax.freeze returned."
             )
         codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
+        arrays = {name: x.reshape(self._shapes[*served.path, name]) for name, x in arrays.items()}
         return computed(op.row, served.gemms, arrays, lhs, codes, *rest, **keywords)

@@ -75,6 +75,8 @@ class ServedOp(NamedTuple):
     the experts. None if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
+    stack: tuple[int, ...] = ()
+    """The axes along which layers are stacked in the kernel. In the scales they are always the first."""
 
 
 def leaves_of(tree: Any) -> Arrays:
@@ -151,10 +153,11 @@ def freeze_ops(
             if reason := _why_wide(found, plan, uses[kernel], stacks):
                 wide.update(dict.fromkeys(kernels[path], reason))
             else:
-                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stacks[0], known)
+                (stack,) = stacks
+                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stack, known)
                 scales |= {(*path, name): x for name, x in own.items()}
-                layout, dtype = _layout(found.kernel, plan, stacks[0]), jnp.result_type(params[kernel])
-                ops[-1] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype)
+                layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
+                ops[-1] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype, stack)
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -211,7 +214,7 @@ def _stored(
         return origin.into_parameter(packed.codes), jax.tree.map(jnp.atleast_1d, scales)
 
     for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
-        of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=axis - i)
+        of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=(axis - i, 0))
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
@@ -227,6 +230,15 @@ def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
     summed = tuple(i - len(batch) for i in summed)
     out = tuple(i for i in range(len(plan.rhs.shape) - len(batch)) if i not in summed)
     return (out, summed) if are_first and kernel.is_one_parameter else None
+
+
+def beside(kernel: jax.Array, scales: jax.Array, stack: tuple[int, ...]) -> jax.Array:
+    """Returns stacked scales in the dimensions of their kernel, stacked along the same axes.
+
+    A loop that slices the kernel slices them alike, whether it counts its axis from the front or the back.
+    """
+    num, ones = len(stack), (1,) * (kernel.ndim - len(stack) - 1)
+    return jnp.moveaxis(scales.reshape(*scales.shape[:num], -1, *ones), range(num), stack)
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
