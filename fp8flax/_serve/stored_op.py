@@ -183,16 +183,17 @@ def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) ->
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    return None if len(stacks) == 1 else "its shape does not show along which axes loops stack it"
+    if len(stacks) == 1:
+        return None
+    return "its shape does not show along which axes loops stack it, or in NNX they are not the first"
 
 
 def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
-    if found.stacked is not None:
-        return [found.stacked]
     whole, part = parameter.shape, found.kernel.sources[0].shape
     choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
+    known = choices if found.stacked is None else [found.stacked]
+    return [c for c in known if [n for i, n in enumerate(whole) if i not in c] == list(part)]
 
 
 def _stored(
