@@ -99,7 +99,8 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert f"layers.dense.{name}" in checkpoint
-    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    for given in (checkpoint, fp8.weights_for_serving(model8, variables, X)):
+        assert_same(fp8.load_into(zeros_like(served), given), served)
     if name == "weight":
         loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
         kernel = served["params"]["layers"]["dense"]
@@ -174,6 +175,7 @@ def test_stacks_of_ops_by_hand(params, state, length, history, tmp_path):
     assert_same(fp8.load_into(zeros_like(served), fp8.read_checkpoint(tmp_path / "a")), served)
 
 
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
 def test_stacks_that_are_refused():
     """State has one dimension. NNX slices the kernel and the scales of a frozen layer alike."""
     scan = nn.scan(Block, variable_axes={"params": 2}, length=3, split_rngs={"params": True})
@@ -197,7 +199,7 @@ def test_stacks_that_are_refused():
             return nnx.vmap(lambda layer, x: layer(x), in_axes=(self.axes, 0))(self.layers, x)
 
     model, x = Stack(), normal(0, 3, 4, 8)
-    with pytest.warns(UserWarning, match="in NNX they are not the first"):
+    with pytest.warns(UserWarning, match="in NNX these axes are not the first"):
         frozen = fp8.freeze(model, x)
     np.testing.assert_array_equal(frozen(x), model(x))
 
