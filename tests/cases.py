@@ -352,7 +352,17 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
 
 
 def tiled_gemm_in_jax(
-    lhs, rhs, lhs_scale, rhs_scale, *tables, num_blocks, block, shape, out_dtype, **options
+    lhs,
+    rhs,
+    lhs_scale,
+    rhs_scale,
+    *tables,
+    num_blocks,
+    block,
+    shape,
+    out_dtype,
+    skips_rows=False,
+    **options,
 ):
     """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
     rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)
@@ -366,7 +376,9 @@ def tiled_gemm_in_jax(
             place = block(t, b, *tables)
             left = scaled(lhs, lhs_scale, place.lhs, 128, place, place.scale)
             right = scaled(rhs, rhs_scale, place.rhs, shape[1], place, place.rhs)
-            return total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
+            new = total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
+            keep = lax.dynamic_slice(lhs_scale, (place.depth, 128 * place.scale), (1, 128)).T != 0
+            return jnp.where(keep, new, total) if skips_rows else new
 
         return lax.fori_loop(0, num_blocks(t, *tables), add, jnp.zeros((128, shape[1])))
 

@@ -1,11 +1,15 @@
-"""Chooses between functions when a program is lowered, by the number of devices it is for.
+"""Chooses between functions when a program is lowered, by the devices it is for.
 
 Some GPU kernels, and constraints of memory layouts, cannot be in a program that XLA splits over several
 devices. While JAX traces a program, nobody knows whether XLA will split it: a mesh need not be set, and the
 devices may be on another machine.
 
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to lower it, and the
-``axis_context`` of the module that is lowered.
+``jax.export`` lowers a program for several platforms at once. JAX then lowers each branch of
+``lax.platform_dependent`` for all of them, and refuses GPU kernels and FP8 algorithms for CPUs. So these
+are lowered here, for CUDA alone.
+
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives, and to batch and lower them,
+and the ``axis_context``, the ``platforms`` and the caches of the module that is lowered.
 """
 
 from __future__ import annotations
@@ -20,7 +24,37 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
 
-_unless_partitioned_p = Primitive("fp8_unless_partitioned")
+_for_cuda_p, _unless_partitioned_p = Primitive("fp8_for_cuda"), Primitive("fp8_unless_partitioned")
+
+
+def for_cuda(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """Returns ``f(*args)`` in the branch for CUDA of ``lax.platform_dependent``; lowers it for CUDA alone.
+
+    There is no derivative.
+    """
+    result: jax.Array = _for_cuda_p.bind(*args, program=jax.make_jaxpr(f)(*args))
+    return result
+
+
+def _lower_for_cuda(ctx: Any, *args: Any, program: Any) -> Any:
+    """Lowers a program inline."""
+    module = ctx.module_context
+    if len(module.platforms) > 1:
+        # Other platforms must not share what is lowered here.
+        module = module.replace(platforms=("cuda",), lowering_cache={}, cached_primitive_lowerings={})
+        ctx = ctx.replace(module_context=module, platforms=None)
+    return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *args)
+
+
+def _batch_for_cuda(args: Any, axes: Any, *, program: Any) -> tuple[jax.Array, int]:
+    """Returns a batch of results of ``for_cuda``."""
+    return for_cuda(jax.vmap(lambda *args: jaxpr_as_fun(program)(*args)[0], axes), *args), 0
+
+
+_for_cuda_p.def_impl(lambda *args, program: jaxpr_as_fun(program)(*args)[0])
+_for_cuda_p.def_abstract_eval(lambda *avals, program: program.out_avals[0])
+mlir.register_lowering(_for_cuda_p, _lower_for_cuda)
+batching.primitive_batchers[_for_cuda_p] = _batch_for_cuda
 
 
 def unless_partitioned(
@@ -67,7 +101,7 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, on_shards: Any, 
     has_mesh = mesh is not None and AxisType.Explicit not in mesh.axis_types
     can_split = has_mesh and not module.lowering_parameters.for_export
     chosen = (on_shards if can_split else split) if _is_partitioned(module.axis_context) else whole
-    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
+    return _lower_for_cuda(ctx, *args, program=chosen)
 
 
 _unless_partitioned_p.multiple_results = True

@@ -1,7 +1,7 @@
 """Observes the tensors of FP8 ops, for ``calibrate`` and ``statistics``: each op reports to the host.
 
 The op may be inside a loop, a rematerialized block or a jitted function, which do not return the numbers of
-the op. So the op reports them by a primitive (``with_report``). ``collect`` runs a program and returns what
+the op. So the op reports them by a primitive (``reported``). ``collect`` runs a program and returns what
 its ops report.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from fp8flax._compat.max_dtype import from_max_dtype
-from fp8flax._compat.report_primitive import with_report
+from fp8flax._compat.report_primitive import reported
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import ScalingState
 
@@ -60,51 +60,73 @@ def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextMana
 
 # Receiving reports on the host.
 
+
+class Report(NamedTuple):
+    """What an op reported to the host in one call, on one device."""
+
+    label: Any
+    device: int
+    """The number of the device in ``jax.shard_map``; 0 elsewhere."""
+    call: int
+    """How many reports with this label the device had made before."""
+    numbers: list[np.ndarray]
+    """Arrays, which the label describes, with a first axis for each ``jax.vmap`` around the op."""
+
+
 _lock = threading.Lock()
-_received: list[dict[Any, set[tuple[float, ...]]]] = []
-"""What has been reported to the observation that runs now: one dict, or none."""
+_received: list[tuple[list[Report], Counter[Any]]] = []
+"""What has been reported to the observation that runs now, and counted by label and device; or nothing."""
 
 
-def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> dict[Any, np.ndarray]:
+def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> list[Report]:
     """Returns what the ops report while ``run(*args)``, a jitted function, is computed in a mode.
 
-    The reports with one label are an array ``(records, numbers)``, float32. Equal records count once,
-    because ``jax.checkpoint`` repeats a forward pass, and its reports. If there are several processes, each
-    gets the reports of all.
+    If there are several processes, each gets the reports of all.
     """
-    found: dict[Any, set[tuple[float, ...]]] = defaultdict(set)
+    if mode.value is not None:
+        raise ValueError(
+            "fp8flax.statistics and fp8flax.calibrate cannot be called inside of a function that one of "
+            "them runs. Call them outside of it, one after another."
+        )
+    reports: list[Report] = []
     with _lock, mode(observing):
-        _received.append(found)
+        _received.append((reports, Counter()))
         try:
             # When the results are ready, all reports have arrived.
             jax.block_until_ready(run(*args))
         finally:
             _received.clear()
-    if jax.process_count() > 1:
-        own = np.frombuffer(pickle.dumps(dict(found)), np.uint8)
-        size = np.max(multihost_utils.process_allgather(np.int32(own.size)))
-        for data in multihost_utils.process_allgather(np.pad(own, (0, size - own.size))):
-            for label, records in pickle.loads(data.tobytes()).items():
-                found[label] |= records
-    return {label: np.array(sorted(records), np.float32) for label, records in found.items()}
+    if jax.process_count() == 1:
+        return reports
+    own = np.frombuffer(pickle.dumps(reports), np.uint8)
+    size = np.max(multihost_utils.process_allgather(np.int32(own.size)))
+    gathered = multihost_utils.process_allgather(np.pad(own, (0, size - own.size)))
+    return [report for data in gathered for report in pickle.loads(data.tobytes())]
 
 
-def _receive(label: Hashable, records: Any) -> None:
-    """Passes the records of an op, along the last axis of an array, to the observation that runs now.
+def _receive(label: Hashable, device: Any, *numbers: Any) -> np.int32:
+    """Passes a report to the observation that runs now; returns its ``call``.
 
     It is a function of the module, because JAX's caches keep it: a closure would keep arrays alive.
     """
-    rows = np.asarray(records)
-    for found in _received:
-        found[label].update(map(tuple, rows.reshape(-1, rows.shape[-1]).tolist()))
+    call = 0
+    for reports, counts in _received:
+        call, counts[label, int(device)] = counts[label, int(device)], counts[label, int(device)] + 1
+        reports.append(Report(label, int(device), call, list(map(np.asarray, numbers))))
+    return np.int32(call)
 
 
 # Reporting from an op.
 
 
-def report(x: jax.Array, label: Hashable, records: jax.Array) -> jax.Array:
-    """Returns ``x``, and reports records, along the last axis of an array, if the result is used."""
-    return with_report(x, records, _receive, label)
+def report(x: jax.Array, label: Hashable, *numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns ``x`` and the number of the call in the ``Report`` that is made if ``x`` is used.
+
+    ``x`` is there only after the report has arrived. So if one call of an op needs the result of another,
+    their reports are in this order, also out of a loop that XLA unrolled.
+    """
+    call = reported(_receive, label, *numbers)
+    return lax.select(call >= 0, x, jnp.zeros_like(x)), call
 
 
 def report_amax(
@@ -114,7 +136,7 @@ def report_amax(
     amax = lax.stop_gradient(amax).astype(np.float32)
     # While calibrating, the place of the scale has the number of the tensor.
     number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)
-    return report(x, quantizer, jnp.stack([number, amax], -1))
+    return report(x, quantizer, jnp.stack([number, amax], -1))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

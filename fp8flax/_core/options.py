@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fp8flax._core.names import PARAMS
 
 
@@ -35,8 +37,8 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None) 
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises ``TypeError`` if an option is not a bool."""
-    if not isinstance(value, bool):
+    """Raises ``TypeError`` if an option is not a bool; it may be one of NumPy."""
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
 
 
@@ -72,8 +74,9 @@ def check_optimizer(tx: Any) -> None:
 
 
 def check_function(name: str, value: Any, example: str) -> None:
-    """Raises ``TypeError`` if an argument is not a function, but for instance a model."""
-    is_model = any(base.__name__ == "Module" for base in type(value).__mro__)
+    """Raises ``TypeError`` if an argument is not a function, but for instance a model of Flax."""
+    modules = [base.__module__ for base in type(value).__mro__ if base.__name__ == "Module"]
+    is_model = any(module.startswith("flax.") for module in modules)
     if is_model or not callable(value):
         raise TypeError(f"{name} must be a function, such as {example}; got {type(value).__name__}.")
 

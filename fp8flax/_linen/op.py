@@ -64,10 +64,10 @@ class Fp8Op(OpBase, nn.Module):
                 "model with fp8flax.quantize_model. Or name the layer in the filter of nn.WeightNorm: "
                 "variable_filter={'<layer>/kernel'}."
             )
-        if not (is_there or is_mutable):
+        if not (is_there or (is_mutable and self.is_initializing())):
             raise MissingStateError(
-                f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and may not be made "
-                f"here. Pass the variables whole, with their {collection!r} collection. A model without "
+                f"The FP8 layer {layer!r} has no scaling state: {where} is missing, and only init makes "
+                f"it. Pass the variables whole, with their {collection!r} collection. A model without "
                 "FP8 gets it from fp8flax.add_fp8_state(variables, model, *inputs). For init, name the "
                 "collection in nn.scan and nn.vmap around the layer, as for the parameters: "
                 f"variable_axes={{'params': 0, {collection!r}: 0}}. Name it also in variables= of nn.remat "

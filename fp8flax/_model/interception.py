@@ -26,7 +26,7 @@ from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9]+)\b")
 """Scopes of a contraction that was handled before, or of its derivative.
 
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
@@ -104,7 +104,7 @@ class Interception:
             return out if restore is None else restore(out)
 
         site = Site(
-            path="/".join(frame.path),
+            path=frame.path,
             module=frame.module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
             op=row,

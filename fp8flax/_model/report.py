@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -137,17 +137,18 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
     if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
-    decided: dict[str, Site] = {}
+    decided: dict[Hashable, Site] = {}
     counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
     shapes = eval_init(counted, args, kwargs)
-    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided.values())
 
 
-def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
+def report_of(program: Any, sites: Iterable[Site]) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in its ``Site.scope``, which is its key in ``decided``.
+    In ``program`` each contraction is in its ``Site.scope``.
     """
+    decided = {site.scope: site for site in sites}
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for one in equations(program):
@@ -172,5 +173,5 @@ def report_of(program: Any, decided: Mapping[str, Site]) -> ModelReport:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
         flops = count * sizes.flops
-        rows.append(Row(site.path, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
+        rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
     return ModelReport(rows=tuple(rows), unseen=tuple(unseen))

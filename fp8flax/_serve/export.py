@@ -142,8 +142,11 @@ def weights_for_serving(
 
 
 def is_weight_name(name: str) -> bool:
-    """Returns whether a tensor of this name is a layer's ``weight``, as in PyTorch."""
-    return name.rpartition(".")[2] == "weight"
+    """Returns whether a tensor of this name is a layer's ``weight``, as in PyTorch.
+
+    vLLM's fused experts are ``w13_weight`` and ``w2_weight``.
+    """
+    return name.rpartition(".")[2] in ("weight", "w13_weight", "w2_weight")
 
 
 def new_names_of(
@@ -193,7 +196,7 @@ def _tensors_of(
 
     The tensors are arrays of NumPy or JAX by their sorted names there.
     """
-    in_file = _in_file(ops, arrays)
+    in_file, arrays = _in_file(ops, arrays), {**arrays, **_scale_of_each(ops, arrays)}
     new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename, arrays)
     found, wide, first = dict[str, Any](), list[str](), dict[str, str]()
     for path, array in sorted(arrays.items()):
@@ -251,6 +254,23 @@ def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple
             bias = PARAMS, *op.kernel[:-1], "bias"
             found[bias] = names_of(bias)[0], (tuple(range(len(op.layout[0]))),)
     return {path: found[path] for path in paths}
+
+
+def _scale_of_each(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, jax.Array]:
+    """Returns the scales of whole kernels; repeats the one scale that a batched matmul has for several."""
+    found = {}
+    for op in ops:
+        if op.kernel is None or op.layout is None:
+            continue
+        quantizer: Any = op.gemms.forward.rhs
+        name = KERNEL_SCALE if quantizer.has_one_scale else KERNEL_TENSOR_SCALE
+        kernel, scale = (arrays.get((PARAMS, *path)) for path in (op.kernel, (*op.path, name)))
+        if kernel is not None and scale is not None:
+            stack = kernel.shape[: kernel.ndim - sum(map(len, op.layout))]
+            ones = (1,) * (len(stack) - scale.ndim + 2)
+            scale = scale.reshape(*scale.shape[:-1], *ones)
+            found[PARAMS, *op.path, name] = jnp.broadcast_to(scale, (*stack, 1))
+    return found
 
 
 def _merged(x: Any, groups: Groups) -> Any:

@@ -185,6 +185,10 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
             given = _kernel_scale(tensor, leaf.shape, like)
         elif place[-1] == KERNEL_TENSOR_SCALE:
             given = tensor.tensor_scale
+        if given is not None and given.size > (size := math.prod(like.shape)) and given.size % size == 0:
+            # A file repeats the scale that the kernels of a batched matmul share.
+            repeated = given.reshape(size, -1)
+            given = repeated[:, 0] if (repeated == repeated[:, :1]).all() else None
         if given is None or given.size != math.prod(like.shape):
             raise ValueError(
                 f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and the scales in the "
@@ -245,11 +249,11 @@ def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) 
     per_block = -(-out // rows), -(-width // columns)
     # The shape of the frozen scale shows how many scales the two dimensions of the weight have.
     shapes = (
-        ((1,), (1, 1)),
-        ((*(1,) * num_summed, *kernel[len(stack) + num_summed :]), (out, 1)),
-        ((1, *per_block), per_block),
+        ((*stack[: len(like.shape) - 1], 1), (1, 1)),  # the kernels of a batched matmul may share one scale
+        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (out, 1)),
+        ((*stack, 1, *per_block), per_block),
     )
-    counts = {numbers for shape, numbers in shapes if like.shape == (*stack, *shape)}
+    counts = {numbers for shape, numbers in shapes if like.shape == shape}
     can_hold = like.dtype in (weight.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     # One scale per tensor serves all kinds.
     if not can_hold or len(counts) != 1 or weight.scale.shape[-2:] not in (*counts, (1, 1)):

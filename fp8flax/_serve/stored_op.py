@@ -21,8 +21,8 @@ import numpy as np
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
-from fp8flax._core.ops.dot_general import as_stored, packed_kernel
 from fp8flax._core.ops.op import MissingStateError, Op
+from fp8flax._core.ops.stored import as_stored, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
@@ -69,9 +69,10 @@ class ServedOp(NamedTuple):
     kernel: Path | None = None
     """The path of the parameter in FP8 that is the kernel."""
     layout: Groups | None = None
-    """The output dimensions and the summed dimensions of the kernel, without those that stack layers.
+    """The output dimensions and the summed dimensions of the kernel.
 
-    None if the op does not read the kernel as it is stored."""
+    They are counted without the dimensions that stack layers, and without those that stack kernels, such as
+    the experts. None if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
     stack: tuple[int, ...] = ()
@@ -172,7 +173,7 @@ def freeze_ops(
 def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
     """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
     if plan is None:
-        return "it is the kernel of a convolution or of a ragged dot"
+        return "it is the kernel of a convolution"
     if not found.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
     if num_uses > 1:
@@ -238,9 +239,10 @@ def _stored(
 def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
     """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
-    is_as_stored = not batch and kernel.is_one_parameter and stack == tuple(range(len(stack)))
-    out = tuple(i for i in range(len(plan.rhs.shape)) if i not in summed)
-    return (out, summed) if is_as_stored else None
+    are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
+    summed = tuple(i - len(batch) for i in summed)
+    out = tuple(i for i in range(len(plan.rhs.shape) - len(batch)) if i not in summed)
+    return (out, summed) if are_first and kernel.is_one_parameter else None
 
 
 def beside(kernel: jax.Array, scales: jax.Array, stack: tuple[int, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
-from fp8flax._core.state.state import check_state_dtype
+from fp8flax._core.state.state import check_state_dtype, on_device
 from fp8flax._core.state.tree import Places, flatten, path_str
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
@@ -100,7 +100,7 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None
         )
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
     old, new = value.shape[axis], leaf.shape[axis]
-    kept = lax.slice_in_dim(jnp.roll(value, -1, axis), max(0, old - new), old, axis=axis)
+    kept = lax.slice_in_dim(jnp.roll(on_device(value), -1, axis), max(0, old - new), old, axis=axis)
     before = [(max(0, new - old) if i == axis else 0, 0) for i in range(kept.ndim)]
     return jnp.roll(jnp.pad(kept, before), 1, axis)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.observe import Observing, collect
+from fp8flax._core.observe import Observing, Report, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
@@ -30,8 +30,9 @@ def calibrate(
 ) -> Any:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    The result is the state of one step on all batches, with the scales that the next step uses. Every FP8
-    op runs in its operands' own dtype, so that saturation in an early layer does not mislead a later one.
+    The new state depends on the batches alone, and not on the old state: each history holds one amax, the
+    largest of all batches, and the next step uses the scale that follows from it. Every FP8 op runs in its
+    operands' own dtype, so that saturation in an early layer does not mislead a later one.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
@@ -45,15 +46,16 @@ def calibrate(
 
     Returns:
         ``variables`` with new scaling state, a mapping of the same type. For an NNX model None: the state
-        in the model changes, and nothing else in it.
+        in the model changes, and nothing else in it. State that no batch reaches is kept.
 
     Raises:
         TypeError: scaling state is not float32; or ``fun`` is a model, or no loss with ``backward``.
-        ValueError: there is no scaling state; a batch produced a NaN or an Inf in a tensor of a layer; or
-            no FP8 op was reached.
+        MissingStateError: an op needs scaling state, and there is none.
+        ValueError: a batch produced a NaN or an Inf in a tensor of a layer; or no FP8 op was reached, for
+            instance under ``autocast(enabled=False)``.
 
     Warns:
-        UserWarning: some op did not run; its state stays unchanged.
+        UserWarning: some op did not run, and its state is kept; or no op needs state, and nothing changes.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -79,7 +81,7 @@ def calibrate(
         # The rest is an argument, because a compiled function would hold a closure's weights as constants.
         whole = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
         filled = _filled(of_variables, whole, batches, backward, has_aux)
-        return nnx.update(variables, filled[OVERWRITE_WITH_GRADIENT])
+        return nnx.update(variables, filled.get(OVERWRITE_WITH_GRADIENT, state))
     check_variables(variables)
     return flax.core.copy(variables, _filled(fun, variables, batches, backward, has_aux))
 
@@ -87,13 +89,8 @@ def calibrate(
 def _filled(
     fun: Callable[[Any, Any], Any], variables: Any, batches: Iterable[Any], backward: bool, has_aux: bool
 ) -> Any:
-    """Returns the collection of scaling state after ``calibrate``."""
-    if not variables.get(OVERWRITE_WITH_GRADIENT):
-        raise ValueError(
-            "There is no scaling state, so there is nothing to calibrate. Add it with fp8flax.add_fp8_state"
-            "(variables, model, *inputs), or make the NNX model with FP8 ops. Recipes without delayed "
-            "scaling need no calibration. Calibrate a model before freeze."
-        )
+    """Returns a dict of the collection of scaling state after ``calibrate``; an empty dict without it."""
+    collection = flax.core.unfreeze(variables.get(OVERWRITE_WITH_GRADIENT, {}))
 
     @jax.jit  # Returns the arrays of all results, because JAX drops the reports of all others.
     def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
@@ -103,7 +100,7 @@ def _filled(
         results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
-    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    state = {OVERWRITE_WITH_GRADIENT: collection} if collection else {}
     paths, leaves, treedef = flatten(state)
     places = Places.of(paths, leaves)
     states = places.states(leaves)
@@ -115,6 +112,12 @@ def _filled(
     reports = (collect(observing, run, treedef.unflatten(leaves), variables, batch) for batch in batches)
     tensors = [path_str(paths[j]) for _, j in places.pairs]
     amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), starts[-1], backward)
+    if not collection:  # an op that needs state has raised MissingStateError
+        warnings.warn(
+            "There is no scaling state, so nothing was calibrated. Recipes without delayed scaling need no "
+            "calibration. A model without FP8 ops must be converted first. Calibrate a model before freeze.",
+            stacklevel=3,
+        )
     for k, (old, n) in enumerate(zip(states, numbers)):
         if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
             states[k] = calibrated_state(quantizer, old, _put(amaxes[n], old.scale))
@@ -123,7 +126,7 @@ def _filled(
 
 
 def _amaxes(
-    reports: Iterable[dict[Any, np.ndarray]], numbers: dict[str, np.ndarray], count: int, backward: bool
+    reports: Iterable[list[Report]], numbers: dict[str, np.ndarray], count: int, backward: bool
 ) -> tuple[np.ndarray, dict[int, DelayedQuantizer]]:
     """Returns the amax of each tensor by its number, -inf if none was reported, and its quantizer."""
     backward_only = state_leaf_names("output_grad")
@@ -131,9 +134,9 @@ def _amaxes(
     amaxes = np.full(count, -np.inf, np.float32)
     quantizers: dict[int, DelayedQuantizer] = {}
     for i, report in enumerate(reports):
-        for quantizer, rows in report.items():
-            tensors = rows[:, 0].astype(int)
-            np.maximum.at(amaxes, tensors, rows[:, 1])
+        for quantizer, *_, (pairs,) in report:
+            tensors = pairs[..., 0].astype(int).ravel()
+            np.maximum.at(amaxes, tensors, pairs[..., 1].ravel())
             quantizers |= dict.fromkeys(tensors.tolist(), quantizer)
         if bad := [path for path, n in to_fill.items() if not np.all(amaxes[n] < np.inf)]:
             raise ValueError(
@@ -144,7 +147,8 @@ def _amaxes(
         message = (
             "These layers were not calibrated, because nothing that fun returns depends on them, or their "
             f"tensors or batches were empty: {', '.join(missing)}. fun must use the variables that it "
-            "gets, and return the model's outputs or its loss. FP8 must be on."
+            "gets, and return the model's outputs or its loss. FP8 must be on, not switched off by "
+            "autocast(enabled=False), and the recipe in use must be one with scaling state."
         )
         if len(missing) == len(to_fill):
             raise ValueError(f"No FP8 layer was reached. {message}")

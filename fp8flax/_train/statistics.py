@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from fp8flax._core.measuring import statistics_of
 from fp8flax._core.names import ROLES
-from fp8flax._core.observe import Observing, collect
+from fp8flax._core.observe import Observing, Report, collect
 from fp8flax._core.options import check_function, check_no_train_state
 from fp8flax._core.tables import table_lines
 
@@ -97,11 +98,48 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
                 "variables that it is given, with a recipe that quantizes. Call statistics outside of jit."
             )
         found = Statistics()
-        for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
-            found.setdefault("/".join(path), {})[role] = statistics_of(reported[path, role])
+        records = _records(reported)
+        for path, layer, role in sorted(records, key=lambda key: (*key[:2], ROLES.index(key[2]))):
+            name = "/".join(path) + (str(list(layer)) if layer else "")
+            found.setdefault(name, {})[role] = statistics_of(records[path, layer, role])
         return found
 
     return measure
+
+
+_BACKWARD = ("output_grad",)
+"""The roles in a report of a backward pass, see ``_core.ops.modes``."""
+
+
+def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
+    """Returns the ``Numbers`` of each tensor, ``(records, numbers)``, by path, layer of a stack, and role.
+
+    The layer is ``()`` for an op that is not stacked. Equal records of several devices count once.
+    """
+    sums: dict[Any, list[np.ndarray]] = defaultdict(list)
+    for (path, place, roles), device, _, numbers in reports:
+        if roles != _BACKWARD:
+            sums[path, place, device].append(numbers[-1])
+    # A loop whose kernel stays the same calls one layer several times.
+    is_stack = {
+        key: any(not np.array_equal(x, of_key[0], equal_nan=True) for x in of_key)
+        for key, of_key in sums.items()
+    }
+    found: dict[Any, set[Any]] = defaultdict(set)
+    for (path, place, roles), device, call, numbers in reports:
+        if roles == _BACKWARD:
+            call = int(numbers[-1].ravel()[0])
+        *kernels, _ = sums[path, place, device][call].shape
+        for role, records in zip(roles, numbers):
+            shape = np.broadcast_shapes(kernels, records.shape[:-2])
+            records = np.broadcast_to(records, (*shape, *records.shape[-2:]))
+            for i in np.ndindex(shape):
+                # The layers of nn.vmap have a kernel each. The examples of a batch share one.
+                of_vmap = tuple(j for j, size in zip(i, kernels) if size > 1)
+                layer = (call, *of_vmap) if is_stack[path, place, device] else of_vmap
+                for use, record in enumerate(records[i].tolist()):
+                    found[path, layer, role].add((place, call, i, use, *record))
+    return {key: np.array(sorted(record[4:] for record in each)) for key, each in found.items()}
 
 
 def plot_statistics(history: Mapping[int, Statistics]) -> Any:

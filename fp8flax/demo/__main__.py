@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 try:
     from fp8flax.demo import report, training
@@ -55,16 +57,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, ValueError) as error:  # an extra or the data is missing
         sys.exit(f"fp8flax.demo: {error}")
 
+    notes = set[str]()
+
+    def note(message: Warning | str, *_: object) -> None:
+        """Prints a warning once, without the place in the code where it comes from."""
+        if str(message) not in notes:
+            notes.add(str(message))
+            print(f"Note: {message}", flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        runs = train(task, options.seed)
+        print(
+            "Counting what FP8 gives. To compile four steps for an H200 takes a minute or two.", flush=True
+        )
+        out = Path(options.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+        print(report.write(out, task, runs, vars(options)))
+
+
+def train(task: training.Task, seed: int) -> report.Runs:
+    """Trains in each precision; shows the progress and the time that is left."""
     runs: report.Runs = {precision: [] for precision in training.PRECISIONS}
-    for precision, run in runs.items():
-        for figures in training.train(task, precision, options.seed):
-            run.append(figures)
-            if "validation loss" in figures:
-                done = f"after step {figures['step']} of {task.steps}"
-                print(f"{precision}, loss {figures['loss']:.3f} {done}", flush=True)
-    print("Counting what FP8 gives. To compile the step for an H200 takes up to a minute.", flush=True)
-    out = Path(options.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    print(report.write(out, task, runs, vars(options)))
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(soft_wrap=True)) as progress:
+        for precision, run in runs.items():
+            bar = progress.add_task(precision, total=task.steps)
+            for figures in training.train(task, precision, seed):
+                run.append(figures)
+                progress.advance(bar)
+                if "validation loss" in figures:
+                    done = f"after step {figures['step']} of {task.steps}"
+                    text = f"{precision}, loss {figures['loss']:.3f} {done}"
+                    progress.console.print(text, highlight=False)
+    return runs
 
 
 if __name__ == "__main__":

@@ -11,18 +11,21 @@ from matplotlib.figure import Figure
 
 import fp8flax as fp8
 from fp8flax.demo.data import Examples
-from fp8flax.demo.training import PRECISIONS, Task, arguments_of_step, loss_of_step, train_step
+from fp8flax.demo.training import (
+    PRECISIONS,
+    Task,
+    arguments_of_step,
+    at_real_width,
+    loss_of_step,
+    train_step,
+)
 
 Runs = dict[str, list[dict[str, float]]]
 """What ``train`` yields, by precision."""
 
 SHORT_RUN = """\
-A short run hides most of the gap, because the loss is still far from its end. The runs in the README take
-2,000 steps, with all linear layers in FP8: see docs/accuracy.md.
-"""
-SMALL_MODEL = """\
-The time is a prediction. It is mostly launches of GPU kernels, because this model is small, and FP8 adds
-{more} launches. Large models gain: see docs/recipes.md.
+A short run hides most of the gap, because the loss is still far from its end: docs/accuracy.md has runs of
+2,000 steps.
 """
 
 
@@ -48,13 +51,10 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
     share = fp8.report(task.models["fp8"], task.batch(0, 0).inputs).fp8_share
     figures["share of the matmuls' FLOPs in FP8"] = [0.0, share]
     figures["MiB kept for the backward pass"] = [mebibytes_kept(task, p) for p in PRECISIONS]
-    remarks = SHORT_RUN if options["task"] == "lm" and task.steps < 2000 else ""
     try:
-        audits = [audit(task, precision) for precision in PRECISIONS]
-        figures["predicted ms of a step on an H200"] = [1e3 * a.predicted_seconds["total"] for a in audits]
-        remarks += SMALL_MODEL.format(more=audits[1].num_launches - audits[0].num_launches)
+        lines = _predict(task, figures)
     except (ImportError, RuntimeError) as error:  # XLA fails at imdb in bf16: "output tile sizes"
-        remarks += f"No predicted time of a step on an H200: {str(error)[:200]}\n"
+        lines = [f"No predicted time of a step on an H200: {str(error)[:200]}"]
     out.mkdir(parents=True, exist_ok=True)
     results = {
         "options": options,
@@ -67,7 +67,25 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
     draw(runs).savefig(out / "loss.png", dpi=130)
     rows = [f"{name:36}{bf16:10.4g}{in_fp8:10.4g}" for name, (bf16, in_fp8) in figures.items()]
     table = "\n".join([f"{'':36}{'bf16':>10}{'FP8':>10}", *rows])
-    return f"\n{table}\n\n{remarks}\n{headline(runs)}. Picture and figures: {out}"
+    remark = f"{SHORT_RUN}\n" if options["task"] == "lm" and task.steps < 2000 else ""
+    end = [f"{headline(runs)}.", *lines, f"Picture and figures: {out}"]
+    return f"\n{table}\n\n{remark}" + "\n".join(end)
+
+
+def _predict(task: Task, figures: dict[str, list[float]]) -> list[str]:
+    """Adds predicted times of a step to the figures, and returns a line for each width."""
+    lines = []
+    for name, audited in (("a step on an H200", task), ("that, at width 4096", at_real_width(task))):
+        audits = [audit(audited, precision) for precision in PRECISIONS]
+        bf16, in_fp8 = (1e3 * one.predicted_seconds["total"] for one in audits)
+        figures[f"predicted ms of {name}"] = [bf16, in_fp8]
+        width = audited.models["fp8"].width  # type: ignore[attr-defined]
+        launches = [one.num_launches for one in audits]
+        lines.append(
+            f"At width {width} a step on an H200 is predicted to run at {bf16 / in_fp8:.2f} times the "
+            f"speed of bf16, with {launches[1]} launches of GPU kernels instead of {launches[0]}."
+        )
+    return lines
 
 
 def headline(runs: Runs) -> str:

@@ -104,6 +104,18 @@ def imdb(steps: int | None, recipe: str, folder: str | None) -> Task:
     )
 
 
+def at_real_width(task: Task) -> Task:
+    """Returns a task with the same model at width 4096, and batches of about 8192 rows, for an audit."""
+
+    def batch(seed: int, step: int) -> Examples:
+        small = task.batch(seed, step)
+        times = -(-8192 // small.inputs.size)
+        return Examples(np.repeat(small.inputs, times, 0), np.repeat(small.labels, times, 0))
+
+    models = {name: model.clone(width=4096, num_heads=32) for name, model in task.models.items()}
+    return dataclasses.replace(task, models=models, batch=batch)
+
+
 def make_state(task: Task, precision: str, seed: int) -> fp8.TrainState:
     """Returns the train state at step 0; a seed gives the same weights in both precisions."""
     model, inputs = task.models[precision], task.batch(seed, 0).inputs[:1]

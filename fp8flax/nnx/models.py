@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +32,7 @@ from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Rules, Site
+from fp8flax._model.rules import DEFAULT, Rules, Site, record
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
@@ -45,8 +45,17 @@ def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
 
 def op_of(site: Site) -> Fp8Op | None:
     """Returns the op of a contraction, which is an attribute of the module; None if there is none."""
-    found = getattr(site.module, site.name, None)
+    found = getattr(site.module, attribute_of(site), None)
     return found if isinstance(found, Fp8Op) else None
+
+
+def attribute_of(site: Site) -> str:
+    """Returns the name of the attribute of a contraction, such as ``fp8_mlp_w`` for ``mlp/w``.
+
+    It is ``fp8-mlp-w`` if ``fp8_mlp_w`` is that of another kernel, ``mlp_w``.
+    """
+    name = site.name.replace("-", "_")
+    return name if getattr(getattr(site.module, name, None), "_site", site.name) == site.name else site.name
 
 
 def _plain(op: type[Op]) -> Callable[..., jax.Array]:
@@ -94,7 +103,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
             impossible = impossible or "it has an op of its own"
         k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
         yield Site(
-            path="/".join(path),
+            path=path,
             module=module,
             kernel="/".join((*path, "kernel")),
             op=row,
@@ -137,7 +146,7 @@ class ModuleCall(Interception):
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
         prefix = "fp8" if site.op is DotGeneral else f"fp8_{site.op.nnx_field}"
-        site = site._replace(name=f"{prefix}_{site.name.replace('-', '_')}")
+        site = site._replace(name=f"{prefix}-{site.name}")
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
         op = op_of(site)
@@ -182,6 +191,7 @@ class LeftWide:
     scope: str
     plain: Callable[..., jax.Array]
     reason: str
+    _site: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Computes the contraction without FP8."""
@@ -193,8 +203,8 @@ class DryRun:
     """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.found: dict[str, Site] = {}
-        """The contractions by ``Site.scope``, in which each of them is computed."""
+        self.found: dict[Hashable, Site] = {}
+        """The contractions by their keys. Each is computed in its ``Site.scope``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
@@ -216,7 +226,7 @@ class DryRun:
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction of a module, and returns the scope to compute it in."""
         keys, source = site.module._fp8_path, None if kernel is None else kernel.sources[0]
-        site = site._replace(path="/".join(keys), module=self._modules[keys])
+        site = site._replace(path=keys, module=self._modules[keys])
         layer = self._layers.get(site.path)
         if layer is not None and (source is None or source.path == ("kernel",)):
             site = layer._replace(in_custom_vjp=site.in_custom_vjp)
@@ -228,8 +238,7 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
-        self.found[site.scope] = site
-        return site.scope
+        return record(self.found, site).scope
 
 
 def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
@@ -241,21 +250,22 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
             "comes from quantize_model. Call it once, on the whole model, with all rules at once."
         )
     copy: Any = nnx.clone(model)
-    found = {layer.scope: layer for layer in layers_of(copy)}
+    found = {layer.key: layer for layer in layers_of(copy)}
     if inputs:
         found |= DryRun(copy, inputs, {}).found
     decided = [options.decide(site) for site in found.values()]
     options.check(decided, has_ops=bool(given))
-    for site in decided:
+    for site in sorted(decided, key=lambda site: site.name.count("-")):  # see attribute_of
+        name = attribute_of(site)
         if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
         if site.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
-            if site.name != site.op.nnx_field:
+            setattr(site.module, name, nnx.data(_new_op(site, options, rngs)))
+            if name != site.op.nnx_field:
                 watch(site.module)
         elif site.impossible is None:
-            wide = LeftWide(site.path, _plain(site.op), site.reason)
-            setattr(site.module, site.name, nnx.static(wide))
+            wide = LeftWide(site.place, _plain(site.op), site.reason, site.name)
+            setattr(site.module, name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
         op._reason = op._reason or "an op of its own"
@@ -265,11 +275,11 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
-    form: dict[str, Any] = {"form": options.form} if row.plan else {}
+    form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
     op._make_state(site.stacked, rngs)
-    op._reason, op.has_kernel = site.reason, site.kernel is not None
+    op._reason, op._site, op.has_kernel = site.reason, site.name, site.kernel is not None
     return cast(Fp8Op, op)
 
 
@@ -278,12 +288,12 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, {scope: _decided(site) for scope, site in run.found.items()})
+    return report_of(run.program, map(_decided, run.found.values()))
 
 
 def _decided(site: Site) -> Site:
     """Returns a contraction of a converted model with the decision of ``quantize_model``."""
-    there = getattr(site.module, site.name, None)
+    there = getattr(site.module, attribute_of(site), None)
     if isinstance(there, Fp8Op):
         return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
     if isinstance(there, LeftWide):

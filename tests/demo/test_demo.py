@@ -123,9 +123,18 @@ class TestCommandLine:
         assert "2,000 steps" in printed
         results = json.loads((out / "results.json").read_text())
         figures = results["figures"]
-        assert lines[-1].startswith("After 6 steps the loss in FP8 is ")
+        loss, own, wide, _ = lines[-4:]
+        assert loss.startswith("After 6 steps the loss in FP8 is ")
         losses = figures["validation loss"]
-        assert f"{abs(100 * (losses['fp8'] / losses['bf16'] - 1)):.2f} %" in lines[-1]
+        assert f"{abs(100 * (losses['fp8'] / losses['bf16'] - 1)):.2f} %" in loss
+        for line, width, name in ((own, 16, "a step on an H200"), (wide, 4096, "that, at width 4096")):
+            ms = figures[f"predicted ms of {name}"]
+            assert f"At width {width} " in line
+            assert f" {ms['bf16'] / ms['fp8']:.2f} times" in line
+        assert "4096 a step on an H200 is predicted to run at 1." in wide
+        # Warnings are notes without the file that they come from, each shown once.
+        assert printed.count("Note: FP8 matmuls are emulated") <= 1
+        assert ".py:" not in printed
         for name, values in figures.items():
             (line,) = [line for line in lines if line.startswith(name)]
             assert line.split()[-2:] == [f"{value:.4g}" for value in values.values()]

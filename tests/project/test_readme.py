@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import fidelity
+from benchmarks import fidelity, picture
 from tests import ROOT
 from tests.pages import examples_of, run
 
@@ -47,33 +47,20 @@ MEASURED = ON_H200["llama"]
 DENSE = {name[6:]: rows for name, rows in ON_H200.items() if name.startswith("dense/")}
 
 
-def speeds_of_dense(contender):
-    """Returns the lowest and the highest speed beside bf16 of a Dense layer on an H200."""
-    found = [rows[contender]["times_bf16"]["median"] for rows in DENSE.values()]
-    return {f"{speed:.2f}" for speed in (min(found), max(found))}
+LOSSES = {row["contender"]: fidelity.mean_of(row) for row in fidelity.compared(result("fidelity")["runs"])}
 
 
 @pytest.mark.parametrize("page", [README, IN_CHINESE])
-@pytest.mark.parametrize(
-    ("line", "predicted", "contender"),
-    [
-        (0, "bf16", "bf16"),
-        (1, "flax-qdq", "flax-qdq"),
-        (2, "flax-direct", "flax-direct"),
-        (3, "qwix", None),
-        (4, "delayed", "fp8flax"),
-    ],
-)
-def test_first_table_of_the_readme(page, line, predicted, contender):
-    _, gemms, moved, ms, measured, dense = cells_of(page)[2 + line]
-    row = PREDICTED[predicted]
-    expected = [row["fp8_gemms"], row["gemms"], *([row["maybe_fp8_gemms"]] * bool(row["maybe_fp8_gemms"]))]
-    assert list(map(int, re.findall(r"\d+", gemms))) == expected
-    assert moved == f"{(row['gemm_bytes'] + row['other_bytes']) / 2**30:.1f}"
-    assert ms == f"{row['ms']:.1f} ms"
-    known = MEASURED.get(predicted)
-    assert measured == (f"{1e3 * known['seconds']['median']:.1f} ms" if known else "")
-    assert set(re.findall(r"[\d.]+", dense)) == (speeds_of_dense(contender) if contender else set())
+def test_first_table_and_picture_of_the_readme(page):
+    shown = (ROOT / "docs" / "images" / "step_h200.svg").read_text()
+    for cells, name, (label, *_) in zip(cells_of(page)[2:], picture.NAMES, picture.rows()):
+        row = MEASURED[name]
+        ms, speed = f"{1e3 * row['seconds']['median']:.1f} ms", f"{row['times_bf16']['median']:.2f}"
+        _, *others, matmuls, loss = cells
+        assert (others, loss) == ([ms, speed], "0" if name == "bf16" else LOSSES[name])
+        assert list(map(int, re.findall(r"\d+", matmuls))) == [row["fp8_gemms"], row["gemms"]]
+        assert f">{label}<" in shown
+        assert f">{ms}   {speed}×<" in shown
 
 
 @pytest.mark.parametrize("page", [README, IN_CHINESE, "docs/recipes.md", "docs/audit.md"])
@@ -84,10 +71,9 @@ def test_speeds_on_an_h200(page):
 
 @pytest.mark.parametrize("page", [README, IN_CHINESE])
 def test_losses(page):
-    rows = {row["contender"]: row for row in fidelity.compared(result("fidelity")["runs"])}
     for name in ("delayed", "first-attention-wide", "flax-direct", "flax-qdq"):
-        assert fidelity.mean_of(rows[name]) in PAGES[page]
-    assert re.search(rf"\b{len(rows['delayed']['seeds'])}\W+(seeds|个随机种子)", PAGES[page])
+        assert LOSSES[name] in PAGES[page]
+    assert re.search(r"\b5\W+(seeds|个随机种子)", PAGES[page])
 
 
 def test_the_page_on_the_audit_shows_the_results():

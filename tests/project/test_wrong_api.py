@@ -70,7 +70,7 @@ MISTAKES = {
     ),
     "no params": (lambda: create(variables={OWG: STATE}), "one dict of variables"),
     "params for variables": (lambda: fp8.freeze(MODEL8, params(), X), "collection 'params'"),
-    "vmap without the state": (lambda: init(Stack(("params",))), "may not be made here.*variable_axes"),
+    "vmap without the state": (lambda: init(Stack(("params",))), "only init makes it.*variable_axes"),
     "nothing to freeze": (lambda: fp8.freeze(LAYER, {"params": params()}, X), r"fp8flax\.report"),
     "a callable for a pattern": (lambda: fp8.quantize_model(LAYER, exclude=print), "regular expressions"),
     "two recipes": (lambda: fp8.quantize_model(LAYER, RECIPE, recipe=RECIPE), "given once"),

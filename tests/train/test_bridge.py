@@ -6,14 +6,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_trees_equal
-from tests.train.net import Net, op_of
+from tests.train.net import MODEL, Net, Op, mse, op_of, trained
+from tests.train.net import X as SAMPLES
 
 X = jnp.ones((2, 4))
 PLAIN, FP8 = Net(None), Net()
+STATE = partial(fp8.TrainState.create, apply_fn=None, tx=optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
@@ -50,6 +53,29 @@ def test_state_that_is_left_out_is_named():
     with pytest.warns(UserWarning, match="first/Fp8DirectDotGeneralOp_0"):
         fresh = fp8.add_fp8_state(variables, FP8, X)
     assert list(fresh[OWG]["first"]) == ["Fp8DotGeneralOp_0"]
+
+
+IN_HOST_MEMORY = {
+    "value_and_grad": (jax.jit(fp8.value_and_grad(mse)), SAMPLES),
+    "check_state": (lambda v: fp8.check_state(v, before=trained(1)),),
+    "check_state, before": (lambda v: fp8.check_state(trained(3), before=v),),
+    "add_fp8_state": (fp8.add_fp8_state, Net(partial(Op, recipe=fp8.DelayedScaling())), SAMPLES),
+    "apply_gradients": (jax.jit(lambda v: STATE(params=trained(1)).apply_gradients(grads=v).params),),
+    "of apply_gradients": (lambda v: STATE(params=v).apply_gradients(grads=trained(3)).params,),
+    "calibrate": (lambda v: fp8.calibrate(MODEL.apply, v, [SAMPLES]),),
+    "freeze": (lambda v: fp8.freeze(MODEL, v, SAMPLES)[1],),
+    "apply": (MODEL.apply, SAMPLES),
+}
+
+
+@pytest.mark.parametrize("name", IN_HOST_MEMORY)
+def test_state_in_the_memory_of_the_host(name):
+    """JAX does not compute there, but functions that take variables do what they do with state elsewhere."""
+    trained(3)  # not first under jit
+    use, *inputs = IN_HOST_MEMORY[name]
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    variables = {**trained(2), OWG: jax.device_put(trained(2)[OWG], host)}
+    assert_trees_equal(use(variables, *inputs), use(trained(2), *inputs))
 
 
 def test_state_that_fits_is_kept():

@@ -324,6 +324,21 @@ def test_mutable(model):
         jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
 
+CONVERTED = fp8.quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), include=".*")
+
+
+@pytest.mark.parametrize("model", [MODEL, in_scan()(Op), CONVERTED], ids=["layers", "stack", "converted"])
+def test_state_is_made_by_init_alone(model):
+    """A mutable collection does not make new state, with other scales than those that were trained."""
+    params = {"params": variables_of(model, X)["params"]}
+    for mutable in (True, OWG, ["params", OWG], False):
+        with pytest.raises(fp8.MissingStateError, match="only init makes it"):
+            jax.eval_shape(partial(model.apply, mutable=mutable), params, X)
+    lazy = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    made = [model.lazy_init(jax.random.key(0), lazy), model.init_with_output(jax.random.key(0), X)[1]]
+    assert all(OWG in variables for variables in made)
+
+
 @pytest.mark.long
 def test_the_page():
     """The code of docs/loops.md runs. Adapters that are trained alone leave the base's state behind."""

@@ -202,30 +202,71 @@ def test_of_a_batch_by_vmap():
         np.testing.assert_allclose(found["input"][field], value, rtol=1e-5, err_msg=field)
 
 
-@pytest.mark.long
+KERNELS = jnp.stack([W, 1e-7 * W, W])
+STACK = {"block": 1, "remat": 1, "unrolled": 3, "remat of the loop": 1}
+
+
 @pytest.mark.newest
-def test_out_of_loops_of_rematerialized_blocks():
-    """The numbers are those of the same blocks one after another; a kernel that is read twice is one."""
-    kernels = normal(1, 3, 8, 8)
+@pytest.mark.parametrize("how", STACK)
+def test_layers_of_a_scan_have_numbers_each(how):
+    """Each layer runs its op twice. The last loss is linear, so its cotangent waits for no forward pass."""
+    wrap = jax.checkpoint if how in ("remat", "unrolled") else lambda f: f
 
     def block(x, w):
-        return x + OP.apply({}, OP.apply({}, x, w, MATMUL), w, MATMUL), None
+        return x + jnp.sin(OP.apply({}, OP.apply({}, x, w, MATMUL), w, MATMUL)), None
 
     def looped(kernels):
-        return jnp.mean(jnp.sin(jax.lax.scan(jax.checkpoint(block), X, kernels)[0]))
+        run = lambda x, ws: jax.lax.scan(wrap(block), x, ws, unroll=STACK[how])[0]  # noqa: E731
+        return jnp.sum((jax.checkpoint(run) if "loop" in how else run)(X, kernels))
 
-    def unrolled(kernels):
-        x = X
-        for w in kernels:
-            x, _ = block(x, w)
-        return jnp.mean(jnp.sin(x))
+    class Unrolled(nn.Module):
+        @nn.compact
+        def __call__(self, kernels):
+            x = X
+            for i, w in enumerate(kernels):
+                op = fp8.Fp8DotGeneralOp(recipe=OP.recipe, name=f"layer_{i}")
+                x += jnp.sin(op(op(x, w, MATMUL), w, MATMUL))
+            return jnp.sum(x)
 
-    found = fp8.statistics(looped)(kernels)
-    assert_close(found, fp8.statistics(unrolled)(kernels))
-    each = [expected("current", "kernel", w, None) for w in kernels]
-    one = found["Fp8DotGeneralOp"]["kernel"]
-    for field, merge in (("amax", max), ("scale", max), ("headroom", min), ("underflow", np.mean)):
-        assert one[field] == pytest.approx(merge([numbers[field] for numbers in each]), rel=1e-4), field
+    found, expected = (fp8.statistics(f)(KERNELS) for f in (looped, partial(Unrolled().apply, {})))
+    assert list(found) == [f"Fp8DotGeneralOp[{i}]" for i in range(3)]
+    assert list(expected) == [f"layer_{i}" for i in range(3)]
+    assert_close(dict(enumerate(found.values())), dict(enumerate(expected.values())))
+    assert "Fp8DotGeneralOp[1]/kernel" in str(found)
+
+
+def test_layers_of_a_vmap_have_numbers_each():
+    """The examples of a batch share a kernel, and have none."""
+    xs = normal(4, 2, 4, 8)
+
+    def loss(kernels, xs):
+        of_layers = jax.vmap(lambda w, x: jnp.sum(jnp.sin(OP.apply({}, x, w, MATMUL))), (0, None))
+        return jnp.sum(jax.vmap(of_layers, (None, 0))(kernels, xs))
+
+    found = fp8.statistics(loss)(KERNELS, xs)
+    assert list(found) == [f"Fp8DotGeneralOp[{i}]" for i in range(3)]
+    one_by_one = fp8.statistics(lambda w, xs: loss(w[None], xs))
+    for w, one in zip(KERNELS, found.values()):
+        assert_close({"Fp8DotGeneralOp": one}, one_by_one(w, xs))
+
+
+def test_equal_calls_count_each():
+    xs = jnp.broadcast_to(X.at[0, 0].set(np.nan), (4, *X.shape))
+
+    def step(total, x):
+        return total + jnp.sum(OP.apply({}, x, W, MATMUL)), None
+
+    scanned = fp8.statistics(lambda w, xs: jax.lax.scan(step, jnp.sum(w), xs)[0])(W, xs)
+    batched = fp8.statistics(lambda w, xs: jnp.sum(jax.vmap(partial(step, 0.0))(xs)[0]))(W, xs)
+    for found in (scanned, batched):
+        assert list(found) == ["Fp8DotGeneralOp"]
+        assert found["Fp8DotGeneralOp"]["input"]["nonfinite"] == 4
+
+
+def test_statistics_inside_of_statistics_is_an_error():
+    inner = fp8.statistics(lambda w: jnp.sum(OP.apply({}, X, w, MATMUL)))
+    with pytest.raises(ValueError, match="inside of a function that one of them runs"):
+        fp8.statistics(lambda w: inner(w)["Fp8DotGeneralOp"]["input"]["amax"])(W)
 
 
 def test_out_of_while_loops_and_calls_without_a_gradient():

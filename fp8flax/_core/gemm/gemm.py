@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from fp8flax._compat.choice_at_lowering import row_major, unless_partitioned
+from fp8flax._compat.choice_at_lowering import for_cuda, row_major, unless_partitioned
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.formats import E5M2
 from fp8flax._core.gemm.gpus import (
@@ -268,8 +268,9 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     is_plain = (gemm.lhs, gemm.rhs) == (Dims(2, (1,)), Dims(2, (0,))) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(lhs=Dims(3, (2,)))
+    dot = partial(_dot, gemm, dtype=dtype, precision=algorithm if has_algorithms else precision)
     with jax.named_scope(CUBLASLT):
-        out = _dot(gemm, left, row_major(b.codes), dtype, algorithm if has_algorithms else precision)
+        out = for_cuda(dot, left, row_major(b.codes))
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out
 
 

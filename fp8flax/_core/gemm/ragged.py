@@ -282,7 +282,7 @@ def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.
     """Multiplies each row by its expert's kernel, ``(rows, columns)``, by one GPU kernel.
 
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
-    experts are zero. (A NaN in a kernel so reaches all rows of the tiles that its expert visits.)
+    experts are zero, and the GPU kernel skips these rows: zero times a NaN of the expert would be NaN.
     """
     gemm, kernels = _columns_first(gemm, kernels)
     (rows, depth), (experts, columns, _) = a.shape, kernels.shape
@@ -318,6 +318,7 @@ def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.
         shape=(filled_rows, filled_columns),
         out_dtype=gemm.out_dtype,
         name=GROUPED_GEMM,
+        skips_rows=True,
     )
     return out[:rows, :columns]
 

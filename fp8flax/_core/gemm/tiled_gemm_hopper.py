@@ -60,6 +60,7 @@ def tiled_gemm(
     shape: tuple[int, int],
     out_dtype: Any,
     name: str,
+    skips_rows: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """Multiplies in tiles and returns the result, of the given shape.
@@ -72,8 +73,7 @@ def tiled_gemm(
     Args:
         lhs: FP8 codes, ``(R, D)``; both are multiples of 128.
         rhs: FP8 codes, ``(S, D)``; S is a multiple of 128.
-        lhs_scale: float32, ``(D / 128, P)``, where P is a multiple of 128. With scales of zero, rows of the
-            result get nothing from a block, unless its codes are NaN.
+        lhs_scale: float32, ``(D / 128, P)``, where P is a multiple of 128.
         rhs_scale: float32, ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128 rows share a scale.
         *tables: int32 arrays, to which ``num_blocks`` and ``block`` get references as last arguments.
         num_blocks: a function of the index of a row of tiles of the result, which returns the number of
@@ -82,6 +82,8 @@ def tiled_gemm(
         shape: both sizes are multiples of 128.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
         name: of the GPU kernel.
+        skips_rows: whether rows of the result get nothing from a block in which their scale is zero, also
+            if codes or scales of the right operand are NaN.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
 
     Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
@@ -174,8 +176,11 @@ def tiled_gemm(
                     left = loaded(lhs_s, (0, mine), 1)
                     if is_square:
                         place = block(t, index[0], *tables)
-                        return total + sums * repeated(left * rhs_scale[place.depth, place.rhs + j], 1)
-                    return total + sums * (repeated(left, 1) * repeated(loaded(rhs_s[0], (0,), 0), 0))
+                        scale = repeated(left * rhs_scale[place.depth, place.rhs + j], 1)
+                    else:
+                        scale = repeated(left, 1) * repeated(loaded(rhs_s[0], (0,), 0), 0)
+                    new = total + sums * scale
+                    return jnp.where(repeated(left, 1) != 0, new, total) if skips_rows else new
 
                 def compute(run: Any) -> None:
                     """Writes this warpgroup's half of a tile. ``run`` adds each block to a sum."""

@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.gemm import multiply
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, canonical
-from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
+from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
+from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
-from fp8flax._core.quantizers import DelayedQuantizer, NVFP4Quantizer, Quantizer
+from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -84,7 +84,7 @@ def _dot_general_with_precision_jvp(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DotContraction(Contraction):
+class DotContraction(StoredContraction):
     """The three products of ``lax.dot_general``."""
 
     dimension_numbers: DimensionNumbers = dataclasses.field(metadata=STATIC)
@@ -113,65 +113,6 @@ class DotContraction(Contraction):
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         dims, precision = self.dimension_numbers, self.precision
         return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
-
-    def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
-        """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
-
-        The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
-        scales per block the shape ``(batch, output blocks, contracted blocks)``. In NVFP4 each output
-        feature has scales of its own. Only delayed scaling reads ``scale``.
-        """
-        (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
-        assert quantizer is not None
-        q = quantizer.quantize(self.canonical("kernel", kernel), dims, scale)
-        quantizer, scale = as_stored(quantizer), q.scale
-        if isinstance(quantizer, NVFP4Quantizer) and dims.free:
-            columns = dims.free[-1]
-            scale = jnp.repeat(scale, q.block[columns], axis=columns)
-            scale = lax.slice_in_dim(scale, 0, q.shape[columns], axis=columns)
-        scale = self._stored_scales(quantizer).back(scale) if scale.ndim else scale
-        return QTensor(self.original("kernel", q.codes), scale, quantizer, tensor_scale=q.tensor_scale)
-
-    def restored(self, kernel: QTensor) -> QTensor:
-        """Returns a stored kernel in canonical form."""
-        scale, quantizer = kernel.scale, kernel.quantizer
-        # Codes in another dtype would give the same values, and run wide.
-        assert kernel.codes.dtype == quantizer.dtype
-        scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
-        block = self.dims["kernel"][0].block(quantizer.block) if quantizer.block else ()
-        codes = self.canonical("kernel", kernel.codes)
-        return QTensor(codes, scale, quantizer, block, kernel.tensor_scale)
-
-    def _stored_scales(self, quantizer: Quantizer) -> Layout:
-        """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
-        kernel, dims = self.layouts["kernel"], self.dims["kernel"][0]
-        (depth,) = dims.contract  # the dimensions before it are batch dimensions
-        if quantizer.block:
-            block = dims.block(quantizer.block)
-            counts = tuple(-(-size // width) for size, width in zip(kernel.canonical, block))
-            stored = math.prod(counts[:depth]), math.prod(counts[depth + 1 :]), counts[depth]
-            return Layout(stored, (0, 2, 1), counts)
-        (_, contract), _ = self.dimension_numbers
-        shape = tuple(1 if i in contract else size for i, size in enumerate(kernel.shape))
-        canonical = (*kernel.canonical[:depth], 1, *kernel.canonical[depth + 1 :])
-        return Layout(shape, kernel.order, canonical)
-
-
-def as_stored(quantizer: Any) -> Any:
-    """Returns a quantizer with the blocks of a stored kernel; it gives the same values."""
-    is_nvfp4 = isinstance(quantizer, NVFP4Quantizer)
-    return dataclasses.replace(quantizer, block=(1, 16)) if is_nvfp4 else quantizer
-
-
-def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
-    """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
-    sharding = jax.typeof(kernel).sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    quantizer = as_stored(plan.recipe.of_role("kernel")[0])
-    of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
-    out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
-    stored: QTensor = on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
-    return stored
 
 
 def dot_plan(
@@ -239,7 +180,7 @@ def fp8_dot_general(
 ) -> Float[jax.Array, "*output"]:
     """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
 
-    The kernel ``rhs`` is an array, or a ``QTensor`` from ``packed_kernel``.
+    The kernel ``rhs`` is an array, or a ``QTensor`` from ``stored.packed_kernel``.
     """
     # The plan describes a wide kernel.
     wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs
@@ -258,6 +199,7 @@ class DotGeneral(Op):
     plain = staticmethod(lax.dot_general)
     in_fp8 = staticmethod(fp8_dot_general)
     plan = staticmethod(dot_plan)
+    has_form = True
     primitive: ClassVar[str | None] = "dot_general"
     params = ("dimension_numbers", "precision", "preferred_element_type")
     nnx_field = "dot_general"

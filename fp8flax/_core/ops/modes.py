@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import merge_amax, on_automatic_axes
@@ -179,25 +182,34 @@ def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 # Observing.
 
 
+_places = itertools.count()
+"""Numbers the places in programs that call an op. A loop calls the op at one place several times."""
+
+Tensors = dict[str, jax.Array]
+"""Input and kernel, or the output gradient, by role."""
+
+
 def _observed(plan: Contraction, compute: Any, operands: Any, states: States, scales: Scales) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look: Any = _with_amax if observing.calibrates else partial(_with_errors, observing.path)
+    look: Any = (
+        _with_amaxes if observing.calibrates else partial(_with_errors, observing.path, next(_places))
+    )
 
     def look_at_cotangent(g: jax.Array, args: Any) -> Any:
-        plan, _, scales = args
-        g = look("output_grad", g, *args)
+        plan, _, scales, _ = args
+        (g,), _ = look({"output_grad": g}, *args)
         # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
         amaxes = dict.fromkeys(scales)
         if observing.calibrates and "output_grad" in scales:
             amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g), scales["output_grad"])
-        return g, (None, None, amaxes)
+        return g, (None, None, amaxes, None)
 
-    args = plan, states, scales
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
-        x, w = (look(role, x, *args) for role, x in zip(("input", "kernel"), operands))
+        (x, w), call = look(dict(zip(("input", "kernel"), operands)), plan, states, scales, None)
         out: jax.Array = compute((x, w), scales)
+        args = plan, states, scales, call
         return on_cotangent(look_at_cotangent, out, args) if observing.backward else out
 
 
@@ -206,29 +218,44 @@ def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
-def _with_amax(role: str, x: jax.Array, plan: Contraction, states: States, _: Scales) -> jax.Array:
-    """Returns ``x``, and reports the amax of a tensor with delayed scaling."""
-    if role not in states:
-        return x
-    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
+def _with_amaxes(tensors: Tensors, plan: Contraction, states: States, *_: Any) -> Any:
+    """Returns the tensors and None, and reports the amax of each tensor with delayed scaling."""
+    return [
+        report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
+        if role in states
+        else x
+        for role, x in tensors.items()
+    ], None
 
 
-def _with_errors(path: tuple[str, ...], role: str, x: jax.Array, *args: Any) -> jax.Array:
-    """Returns ``x``, and reports the ``Numbers`` of a tensor under each of its quantizers."""
-    plan, _, scales = lax.stop_gradient(args)
-    if not any(plan.recipe.of_role(role)):
-        return x
+def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: Any) -> Any:
+    """Returns the tensors and the number of the call, and reports ``Numbers`` for ``statistics``.
 
-    def records(x: jax.Array, scales: Scales) -> list[jax.Array]:
+    The label of the report is ``(path, place, roles)``. It has the numbers of the tensor of each role, one
+    row for each of its quantizers. The last array of a forward pass are sums of the kernel, which differ if
+    kernels differ. That of a backward pass is the number of its call.
+    """
+    plan, _, scales, call = lax.stop_gradient(args)
+    roles = tuple(role for role in tensors if any(plan.recipe.of_role(role)))
+
+    def numbers(role: str, x: jax.Array, scales: Scales) -> jax.Array:
         x = plan.canonical(role, x)
         first, second = uses = list(zip(plan.recipe.of_role(role), plan.dims[role]))
         if first[0] is not None and first[0] == second[0] and first[0].serves_both:
             uses = uses[:1]
-        return [numbers_of(q, dims, x, scales.get(role)) for q, dims in uses if q is not None]
+        found = [numbers_of(q, dims, x, scales.get(role)) for q, dims in uses if q is not None]
+        # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
+        counted = Numbers._fields.index("nonfinite")
+        return jnp.stack([found[0], *(each.at[counted].set(0) for each in found[1:])])
 
-    found = on_automatic_axes(records, x)(lax.stop_gradient(x), scales)
-    # ``nonfinite`` counts elements of the tensor; the other counts are per cast.
-    place = Numbers._fields.index("nonfinite")
-    for record in [found[0], *(record.at[..., place].set(0) for record in found[1:])]:
-        x = report(x, (path, role), record)
-    return x
+    def measured(tensors: Tensors, scales: Scales) -> list[jax.Array]:
+        found = [numbers(role, tensors[role], scales) for role in roles]
+        if "kernel" in tensors:
+            wide = tensors["kernel"].astype(np.float32)
+            found.append(jnp.stack([jnp.sum(wide), jnp.sum(jnp.abs(wide))]))
+        return found
+
+    first, *others = tensors.values()
+    found = on_automatic_axes(measured, first)(lax.stop_gradient(tensors), scales)
+    first, number = report(first, (path, place, roles), *found, *([] if call is None else [call]))
+    return [first, *others], number

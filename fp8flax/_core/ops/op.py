@@ -58,14 +58,15 @@ class Op:
     in_fp8: ClassVar[Callable[..., jax.Array]]
     """``in_fp8(lhs, rhs, *arguments, states=, recipe=)`` computes the op in FP8.
 
-    See ``modes.run``. It also takes a random ``key=`` if the recipe ``is_random``. If the op has a
-    ``plan``, it takes ``form=``, and a stored kernel as ``rhs``."""
+    See ``modes.run``. It also takes a random ``key=`` if the recipe ``is_random``, ``form=`` if the op
+    ``has_form``, and a stored kernel as ``rhs`` if the op has a ``plan``."""
     sizes: ClassVar[Callable[..., GemmSizes]]
     """``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the matmuls."""
     plan: ClassVar[Callable[..., Contraction] | None] = None
-    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. An op
-    with a plan has the option ``form``, see ``Fp8DotGeneralOp``, and a frozen model stores the FP8 codes of
-    its kernel. The kernel of another op stays wide in a frozen model."""
+    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. A frozen
+    model stores the FP8 codes of its kernel. The kernel of an op without a plan stays wide there."""
+    has_form: ClassVar[bool] = False
+    """Whether the op has the option ``form``, see ``Fp8DotGeneralOp``."""
     primitive: ClassVar[str | None] = None
     """The JAX primitive that a converted model computes by this op."""
     params: ClassVar[tuple[str, ...]] = ()
@@ -140,7 +141,7 @@ class OpBase:
     """Whether ``rhs`` is a kernel, and not an activation."""
     recipe: Recipe | None
     form: str = "direct"
-    """The form of the op; a field of the ops whose row has a ``plan``."""
+    """The form of the op; a field of the ops whose row ``has_form``."""
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Returns the value of one array of the state, and its name for errors."""
@@ -158,7 +159,7 @@ class OpBase:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
             check_recipe(self.recipe)
-        check_choice("form", self.form, FORMS if self.row.plan else FORMS[:1])
+        check_choice("form", self.form, FORMS if self.row.has_form else FORMS[:1])
 
     def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
@@ -181,7 +182,7 @@ class OpBase:
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
-        if self.row.plan is not None:
+        if self.row.has_form:
             keywords["form"] = self.form
         states = self._states(recipe, jnp.shape(rhs))
         keywords |= {"states": states, "recipe": recipe}

@@ -16,19 +16,21 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
-from fp8flax._core.ops.contract import STATELESS, Contraction, Operand, States
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout
+from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
-from fp8flax._core.qtensor import Dims
+from fp8flax._core.ops.stored import StoredContraction
+from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantizers import NVFP4Quantizer
-from fp8flax._core.recipes import Recipe
+from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedContraction(Contraction):
+class RaggedContraction(StoredContraction):
     """The three products of ``lax.ragged_dot``.
 
     The shapes are ``(rows, depth)`` for the input x, ``(experts, depth, columns)`` for the kernels w, and
@@ -38,6 +40,14 @@ class RaggedContraction(Contraction):
     """
 
     group_sizes: jax.Array
+    dimension_numbers: DimensionNumbers = dataclasses.field(
+        default=(((1,), (1,)), ((), (0,))), metadata=STATIC
+    )
+    """Those of the kernels, whose experts are a batch dimension."""
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        return {"kernel": Layout(self.rhs.shape, (0, 1, 2), self.rhs.shape)}
 
     @property
     def dims(self) -> dict[str, tuple[Dims, ...]]:
@@ -61,60 +71,80 @@ class RaggedContraction(Contraction):
         rows = self.lhs.shape[0]
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(self.group_sizes, rows)[-1]
 
-    def product(self, name: str) -> Callable[..., jax.Array]:
+    def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
         gemm = self.gemm(name)._replace(has_barrier=False)  # XLA fuses what follows inside of the loop
+        # FP8 units get the kernels in another order than they are stored in.
+        gemm = gemm._replace(is_stored=is_stored and self.recipe.forward.lhs is None)
         return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return lax.ragged_dot(lhs, rhs, self.group_sizes, self.precision, self.out_dtype)
 
 
-def fp8_ragged_dot(
-    lhs: Float[jax.Array, "rows depth"],
-    rhs: Float[jax.Array, "experts depth columns"],
-    group_sizes: Integer[jax.Array, " experts"],
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+def ragged_plan(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
     *,
-    states: States = STATELESS,
-    recipe: Recipe,
-    key: Any = None,
-) -> Float[jax.Array, "rows columns"]:
-    """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
-
-    In wgrad, a block of 128 rows with one scale may hold rows of several experts.
-    """
-    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
-    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.gemms.quantizers):
+    recipe: CustomRecipe,
+) -> RaggedContraction:
+    """Returns the plan of a ragged dot of operands, or of their shapes and dtypes."""
+    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.quantizers):
         raise ValueError(
             "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
             f"MXFP8BlockScaling(); got {recipe!r}."
         )
-    group_sizes = jnp.asarray(group_sizes)
-    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
+    if len(lhs.shape) != 2 or len(rhs.shape) != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
         raise ValueError(
             "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    if explicit_axes(lhs) or explicit_axes(rhs):
-        raise NotImplementedError(
-            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
-            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
-        )
     out, params = traced(
         lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
         *(lhs, rhs, group_sizes),
     )
-    plan = RaggedContraction(
-        recipe=recipe.gemms,
+    return RaggedContraction(
+        recipe=recipe,
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         precision=None if precision is None else params["precision"],
         group_sizes=group_sizes,
     )
-    return run(plan, lhs, rhs, states=states)
+
+
+def fp8_ragged_dot(
+    lhs: Float[jax.Array, "rows depth"],
+    rhs: Any,
+    group_sizes: Integer[jax.Array, " experts"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    states: States = STATELESS,
+    recipe: Recipe,
+    input_scale: jax.Array | None = None,
+    key: Any = None,
+) -> Float[jax.Array, "rows columns"]:
+    """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
+
+    The kernels ``rhs`` are an array ``(experts, depth, columns)``, or a ``QTensor`` from
+    ``stored.packed_kernel``. In wgrad, a block of 128 rows with one scale may hold rows of several experts.
+    """
+    is_stored = isinstance(rhs, QTensor)
+    lhs, wide = check_operands(lhs, lhs if is_stored else rhs, preferred_element_type)
+    # The plan describes wide kernels.
+    kernels = jax.ShapeDtypeStruct(rhs.shape, lhs.dtype) if is_stored else wide
+    if explicit_axes(lhs) or explicit_axes(rhs.codes if is_stored else wide):
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
+    arguments = jnp.asarray(group_sizes), precision, preferred_element_type
+    plan = ragged_plan(lhs, kernels, *arguments, recipe=recipe.gemms)
+    return run(plan, lhs, rhs if is_stored else wide, states=states, input_scale=input_scale)
 
 
 class RaggedDot(Op):
@@ -123,6 +153,7 @@ class RaggedDot(Op):
     name = "Fp8RaggedDotOp"
     plain = staticmethod(lax.ragged_dot)
     in_fp8 = staticmethod(fp8_ragged_dot)
+    plan = staticmethod(ragged_plan)
     primitive = "ragged_dot_general"
     params = ("precision", "preferred_element_type")
     nnx_field = "ragged_dot"

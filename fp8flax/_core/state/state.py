@@ -62,6 +62,12 @@ def check_state_dtype(where: str, x: Any) -> None:
         )
 
 
+def on_device(x: Any) -> Any:
+    """Returns a copy in device memory of an array in host memory, where JAX does not compute."""
+    is_on_device = jax.typeof(x).memory_space == jax.memory.Space.Device
+    return x if is_on_device else jax.device_put(x, jax.memory.Space.Device)
+
+
 # The scale of a step.
 
 
@@ -133,9 +139,10 @@ def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[Scaling
 
 def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
     """Returns states with a digest in the place of each scale; makes the missing digests together."""
+    states = [ScalingState(*map(on_device, state)) for state in states]
     missing = [state for state in states if not is_digest(state.scale)]
     if not missing:  # tracing a function with a derivative of its own costs time, also for no states
-        return list(states)
+        return states
     floats = [ScalingState(*map(to_floats, state)) for state in missing]
     made = iter(digests([x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in floats]))
     return [x if is_digest(x.scale) else x._replace(scale=next(made)) for x in states]
@@ -218,9 +225,12 @@ def calibrated_state(
 ) -> ScalingState:
     """Returns the state after calibration, with the scale that the next training step uses.
 
-    So the scale follows from ``amax``, too. In a training step it follows from earlier amaxes only. The
-    amax is that of all data, in the shape of the scale. It is -inf without data: the state is kept.
+    So the scale follows from ``amax``. In a training step it follows from earlier amaxes only. The amax is
+    that of all data, in the shape of the scale. It is -inf without data: the state is kept.
     """
-    history = next_state(old, jnp.ones_like(old.scale), amax).amax_history
-    scale = scale_of(quantizer, ScalingState(old.scale, history))[..., None]
-    return ScalingState(jnp.where(amax > -jnp.inf, scale, old.scale), history)
+    fresh = ScalingState(jnp.ones_like(old.scale), jnp.zeros_like(old.amax_history))
+    history = next_state(fresh, fresh.scale, amax).amax_history
+    scale = scale_of(quantizer, fresh._replace(amax_history=history))[..., None]
+    return jax.tree.map(
+        lambda new, old: jnp.where(amax > -jnp.inf, new, old), ScalingState(scale, history), old
+    )

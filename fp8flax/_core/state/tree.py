@@ -22,7 +22,13 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, with_digests
+from fp8flax._core.state.state import (
+    ScalingState,
+    check_state_dtype,
+    next_states,
+    on_device,
+    with_digests,
+)
 
 # Finding the state in a tree.
 
@@ -121,7 +127,7 @@ class Places(NamedTuple):
     def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
         """Returns the scale and the history of each pair, with the past amaxes on the last axis."""
         return [
-            ScalingState(*(jnp.moveaxis(leaves[i], axis, -1) for i in pair))
+            ScalingState(*(jnp.moveaxis(on_device(leaves[i]), axis, -1) for i in pair))
             for pair, axis in zip(self.pairs, self.axes)
         ]
 

@@ -8,7 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general, packed_kernel
+from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
+from fp8flax._core.ops.stored import packed_kernel
 from tests import reference
 from tests.cases import MATMUL, mesh, normal
 

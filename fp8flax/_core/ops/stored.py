@@ -1,0 +1,93 @@
+"""How a frozen model stores the kernel of a contraction: its FP8 codes and their scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8flax._core.axes import on_automatic_axes
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout
+from fp8flax._core.ops.contract import Contraction
+from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
+
+
+class StoredContraction(Contraction):
+    """A contraction whose kernel a frozen model can store."""
+
+    dimension_numbers: DimensionNumbers
+    """What the forward product sums over, and its batch dimensions. Subclasses have it as a field."""
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Returns the layout of the kernel, and perhaps of other tensors, by their roles."""
+        raise NotImplementedError
+
+    def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
+        """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
+
+        The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
+        scales per block the shape ``(*batch, 1, output blocks, contracted blocks)``. A stack of kernels,
+        such as those of experts, has the shape ``(*batch, 1)`` for a scale per kernel. In NVFP4 each output
+        feature has scales of its own. Only delayed scaling reads ``scale``.
+        """
+        (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
+        assert quantizer is not None
+        q = quantizer.quantize(self.canonical("kernel", kernel), dims, scale)
+        quantizer, scale = as_stored(quantizer), q.scale
+        if isinstance(quantizer, NVFP4Quantizer) and dims.free:
+            columns = dims.free[-1]
+            scale = jnp.repeat(scale, q.block[columns], axis=columns)
+            scale = lax.slice_in_dim(scale, 0, q.shape[columns], axis=columns)
+        scale = self._stored_scales(quantizer).back(scale) if scale.ndim else scale
+        return QTensor(self.original("kernel", q.codes), scale, quantizer, tensor_scale=q.tensor_scale)
+
+    def restored(self, kernel: QTensor) -> QTensor:
+        """Returns a stored kernel in canonical form."""
+        scale, quantizer = kernel.scale, kernel.quantizer
+        # Codes in another dtype would give the same values, and run wide.
+        assert kernel.codes.dtype == quantizer.dtype
+        scale = self._stored_scales(quantizer).to(scale) if scale.ndim else scale
+        block = self.dims["kernel"][0].block(quantizer.block) if quantizer.block else ()
+        codes = self.canonical("kernel", kernel.codes)
+        return QTensor(codes, scale, quantizer, block, kernel.tensor_scale)
+
+    def _stored_scales(self, quantizer: Quantizer) -> Layout:
+        """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
+        kernel, dims = self.layouts["kernel"], self.dims["kernel"][0]
+        (depth,) = dims.contract  # the dimensions before it are batch dimensions
+        batch, ones = kernel.canonical[:depth], (1,) * (dims.ndim - depth)
+        if quantizer.block:
+            block = dims.block(quantizer.block)
+            _, *counts = (-(-n // width) for n, width in zip(kernel.canonical[depth:], block[depth:]))
+            blocks = -(-kernel.canonical[depth] // block[depth])
+            stored = *batch, 1, math.prod(counts), blocks
+            return Layout(stored, (*range(depth + 1), depth + 2, depth + 1), (*batch, blocks, *counts))
+        if quantizer.has_one_scale:
+            return Layout((*batch, 1), tuple(range(depth + 1)), (*batch, *ones))
+        (_, contract), _ = self.dimension_numbers
+        shape = tuple(1 if i in contract else size for i, size in enumerate(kernel.shape))
+        return Layout(shape, kernel.order, (*batch, 1, *kernel.canonical[depth + 1 :]))
+
+
+def as_stored(quantizer: Any) -> Any:
+    """Returns a quantizer with the blocks of a stored kernel; it gives the same values."""
+    is_nvfp4 = isinstance(quantizer, NVFP4Quantizer)
+    return dataclasses.replace(quantizer, block=(1, 16)) if is_nvfp4 else quantizer
+
+
+def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
+    """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
+    sharding = jax.typeof(kernel).sharding
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    quantizer = as_stored(plan.recipe.of_role("kernel")[0])
+    of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
+    out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
+    stored: QTensor = on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
+    return stored
