@@ -103,7 +103,14 @@ def _in_call(method: Any) -> Any:
         flags = flax.core.freeze({**self.scope.flags, CALL: call})
         # The interception is also around setup, which Linen runs before the method.
         with having(self.scope, flags=flags), nn.intercept_methods(call.around):
-            result = mapped(self, *args, **kwargs)
+            try:
+                result = mapped(self, *args, **kwargs)
+            except AssertionError as error:  # nn.scan does not say what is wrong
+                error.add_note(
+                    "If nn.scan stacks parameters along axis 2 or a later one: the scaling state of FP8 "
+                    "ops is stacked as they are, and has one dimension. Stack along axis 0, 1 or -1."
+                )
+                raise
         if call.is_init and getattr(method, "__name__", "") == "__call__":
             call.rules.check(call.decided.values(), has_ops=call.has_ops or call.is_counting)
         return result

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -115,7 +115,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
     NVFP4 is read in the format of compressed-tensors, under the name ``<layer>.weight``; ``codes`` unpacks
     its codes, one per byte, and the scales of the tensors are the reciprocals of those in the file. The
-    shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along a dimension.
+    shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along each of the
+    last two dimensions. Scales of joined matrices are refused, such as ``(3,)`` beside q, k and v in one
+    weight ``(384, 128)``: they could be of blocks of rows, and the file does not say which rows are q.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
@@ -145,7 +147,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
     """
     path = Path(path)
-    return _entries(path, _read_folder(path) if path.is_dir() else _read_file(path))
+    return paired(path, _read_folder(path) if path.is_dir() else _read_file(path))
 
 
 def _read_folder(folder: Path) -> dict[str, np.ndarray]:
@@ -195,10 +197,15 @@ def _check_config(where: Path) -> None:
         )
 
 
-def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the entries of a checkpoint: each quantized weight together with its scales."""
+def paired(where: str | Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a checkpoint: each quantized weight together with its scales.
+
+    Arrays of JAX in a pair become arrays of NumPy. ``where`` names the checkpoint in errors.
+    """
     entries: dict[str, Any] = dict(tensors)
     for key, codes in tensors.items():
+        if not isinstance(codes, np.ndarray | jax.Array):
+            continue
         name, scales, of_tensor = key, [key + "_scale", key + "_scale_inv"], ""
         if torchao := _TORCHAO.fullmatch(key):
             name, scales = "".join(torchao.groups()), [key.removesuffix("qdata") + "scale"]
@@ -212,19 +219,21 @@ def _entries(where: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
             continue  # such as an embedding that was cast to FP8
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES[bool(of_tensor)]]
         of_input = next((part for part in inputs if part in tensors), "")
-        parts = {part: tensors[part] for part in (key, scale, of_tensor, of_input) if part}
+        parts = {part: np.asarray(tensors[part]) for part in (key, scale, of_tensor, of_input) if part}
         others = [part for end in _BESIDE if (part := name + end) in tensors and part not in parts]
-        entry = _quantized(codes, parts[scale], parts.get(of_tensor), parts.get(of_input))
+        entry = _quantized(parts[key], parts[scale], parts.get(of_tensor), parts.get(of_input))
         if entry is None or others:
             parts |= {part: tensors[part] for part in others}
             found = [f"{part!r} {x.dtype}{list(x.shape)}" for part, x in parts.items()]
             raise ValueError(
                 f"{where}: {name!r} must have codes in FP8 and one tensor of scales in float32, bfloat16, "
                 "float16 or E8M0: one per tensor, per output feature or per block of "
-                f"{_WIDTHS} elements. In NVFP4 it must have packed codes (..., out, in / 2), scales (..., "
-                "out, in / 16) in e4m3, and a float32 scale of the tensor. With more tensors, codes times "
-                f"scales are not its value. It has {', '.join(found)}. Correct the file, or save it in "
-                "another format."
+                f"{_WIDTHS} elements, with as many dimensions as the codes if per block. In NVFP4 it must "
+                "have packed codes (..., out, in / 2), scales (..., out, in / 16) in e4m3, and a float32 "
+                "scale of the tensor. With more tensors, codes times scales are not its value. Scales that "
+                "may be of blocks, or of joined matrices, such as q, k and v, are not read, because the "
+                f"shapes do not show which. It has {', '.join(found)}. Correct the file, split a joined "
+                "matrix and its scales by NumPy, or save the file in another format."
             )
         entries[name] = entry
         for part in parts.keys() - {name}:
@@ -241,12 +250,19 @@ def _quantized(
         dtype, shape = _E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
+    may_be_blocks = len(counts) == len(shape) > 1
     counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
     block = tuple(map(_width, shape, counts))
+    in_blocks = [i for i, count in enumerate(counts) if count not in (1, *shape[i : i + 1])]
+    # Formats have blocks of the last two dimensions, of at most 128 elements in each. Other scales may be
+    # of the matrices that are joined in this one.
+    if in_blocks and not (may_be_blocks and in_blocks[0] >= len(shape) - 2 and max(block[-2:]) <= 128):
+        return None
     is_in_rows = len(block) > 1 and {*block[:-1]} == {1}
     if tensor_scale is not None:
         is_right = is_in_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
-        is_right &= tensor_scale.dtype == np.float32 and tensor_scale.size == math.prod(shape[:-2])
+        stack, of_tensor = ([n for n in sizes if n != 1] for sizes in (shape[:-2], tensor_scale.shape))
+        is_right &= tensor_scale.dtype == np.float32 and of_tensor == stack
     elif scale.dtype == np.uint8:  # a file of MXFP8 may hold the bytes of its scales
         is_right, scale = is_in_rows and 1 <= block[-1] <= 32, scale.view(_E8M0)
     else:

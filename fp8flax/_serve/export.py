@@ -8,7 +8,9 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +28,8 @@ from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, Se
 Rename = Mapping[str, str] | Callable[[str], str]
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+_ENDS = ("", "_scale", "_scale_inv", "_packed", "_global_scale")
+"""Endings of the names of a weight and of the scales beside it."""
 
 
 def save_safetensors(
@@ -69,8 +73,10 @@ def save_safetensors(
             ``params`` have their own names as prefix.
         rename: other names for the tensors: regular expressions and their replacements, each substituted
             wherever it is found in a name, in their order; or a function of one name that returns another.
-            A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
-            ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
+            A name without a match stays unchanged. A pattern must match a name that a variable has in some
+            file: ``kernel$`` is right also if all kernels are in FP8, and so are named ``weight``. A wide
+            ``<layer>.kernel`` that is renamed to ``<layer>.weight`` is transposed to ``(out, in)``, as
+            PyTorch has it.
 
     Raises:
         OSError: a file cannot be written.
@@ -144,8 +150,14 @@ def is_weight_name(name: str) -> bool:
     return name.rpartition(".")[2] in ("weight", "w13_weight", "w2_weight")
 
 
-def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
-    """Returns the new name of each name; a pattern that matches no name is an error."""
+def new_names_of(
+    names: Collection[str], rename: Rename | None, variables: Mapping[Path, Any]
+) -> dict[str, str]:
+    """Returns the new name of each name; a pattern that matches no name is an error.
+
+    It may also match a name that the tensors of a variable have in files of another recipe, or without FP8.
+    So one ``rename`` serves a model wherever its layers are converted.
+    """
     if callable(rename):
         return {name: rename(name) for name in names}
     if not (rename is None or isinstance(rename, Mapping)):
@@ -154,11 +166,16 @@ def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
             f"takes a name and returns one; got {rename!r}."
         )
     new = {name: name for name in names}
+    for path, x in variables.items() if rename else ():
+        own, weight = names_of(path)
+        layer, of_weight = weight.removesuffix("weight"), [weight + end for end in _ENDS]
+        possible = (own, *of_weight, layer + INPUT_SCALE) if len(x.shape) > 1 else (own,)
+        new |= {name: name for name in possible}
     for pattern, replacement in (rename or {}).items():
         if not any(re.search(pattern, name) for name in new.values()):
             raise ValueError(
-                f"rename has the pattern {pattern!r}, which matches none of {sorted(new.values())}. "
-                "Correct it, or leave it out."
+                f"rename has the pattern {pattern!r}, which matches none of "
+                f"{sorted(new[name] for name in names)}. Correct it, or leave it out."
             )
         new = {name: re.sub(pattern, replacement, text) for name, text in new.items()}
     return new
@@ -181,7 +198,7 @@ def _tensors_of(
     The tensors are arrays of NumPy or JAX by their sorted names there.
     """
     in_file, arrays = _in_file(ops, arrays), {**arrays, **_scale_of_each(ops, arrays)}
-    new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename)
+    new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename, arrays)
     found, wide, first = dict[str, Any](), list[str](), dict[str, str]()
     for path, array in sorted(arrays.items()):
         (own_name, groups), place = in_file[path], "/".join(path)
@@ -326,7 +343,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
 
 
 def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file, or leaves an existing one as it is if that fails.
+    """Writes a safetensors file at once, or leaves an existing one as it is if that fails.
 
     The library would write the metadata in a random order, so that equal models had different files.
     """
@@ -341,14 +358,16 @@ def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapp
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     target = path.resolve()  # a symbolic link stays a link
-    new = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    folder = partial(tempfile.TemporaryDirectory, prefix=".fp8flax-", ignore_cleanup_errors=True)
     try:
-        with open(new, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-        new.replace(target)
+        # Only this call knows the new folder. A file that ``open`` makes there has the usual permissions.
+        with folder(dir=target.parent) as own:
+            new = pathlib.Path(own, target.name)
+            with open(new, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name in names:
+                    file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+            new.replace(target)
     except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written, and stays unchanged: {error}") from error
-    finally:
-        new.unlink(missing_ok=True)
+        message = f"{path} cannot be written: {error}. If there is an older file, it stays unchanged."
+        raise OSError(error.errno, message) from error

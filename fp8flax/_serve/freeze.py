@@ -71,7 +71,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     The scales are beside the kernel, in ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
     ``input_scale``, if it is fixed; in NVFP4 ``kernel_scale`` has a scale for 16 values of each output
     feature, and ``kernel_tensor_scale`` multiplies them). Each expert of a ragged dot has scales of its own,
-    along the first dimension. In NNX, kernels in FP8 and scales have the type
+    along the first dimension; so have stacked layers. In NNX, kernels must be stacked along the first axes,
+    too. In NNX, kernels in FP8 and scales have the type
     ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to restore into, call
     ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen Linen model has no ``init``.
 
@@ -238,7 +239,7 @@ class ServingCall(Call):
         for path, x in scales.items():
             op = self._ops[path[:-1]]
             self._shapes[path] = x.shape[len(op.stack) :]
-            if op.stack != tuple(range(len(op.stack))):
+            if op.kernel and op.stack != tuple(range(len(op.stack))):
                 scales[path] = beside(given[op.kernel], x, op.stack)
         params = _replaced(params, {**wide, **scales})
         of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}

@@ -15,7 +15,7 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._model.quantize_model import is_nnx
-from fp8flax._serve.checkpoints import CheckpointTensor
+from fp8flax._serve.checkpoints import CheckpointTensor, paired
 from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path
 
@@ -47,7 +47,8 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
     Args:
         variables: the collections of a Linen model or a frozen one, or the state of an NNX model; arrays,
             or ``jax.ShapeDtypeStruct``. They stay unchanged. Or an NNX model, whose variables are replaced.
-        checkpoint: the result of ``read_checkpoint``, or a dict of a part of it.
+        checkpoint: the result of ``read_checkpoint`` or of ``weights_for_serving``, or a dict of a part of
+            it.
         rename: names of the file for those of the model; see ``save_safetensors``.
 
     Returns:
@@ -87,6 +88,7 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
             "checkpoint must be a mapping, such as the result of fp8flax.read_checkpoint(path); got "
             f"{type(checkpoint).__name__}."
         )
+    checkpoint = paired("checkpoint", checkpoint)
     check_no_train_state(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
     leaves: dict[Path, Any] = {path_names(keys): leaf for keys, leaf in flat}
@@ -120,7 +122,7 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     """Returns what each variable is made of; one error lists everything that does not match."""
     # A variable of several dimensions may have a second name.
     names = {path: names_of(path)[: 2 if len(leaf.shape) > 1 else 1] for path, leaf in wanted.items()}
-    new_names = new_names_of(list(dict.fromkeys(name for own in names.values() for name in own)), rename)
+    new_names = new_names_of({name for own in names.values() for name in own}, rename, wanted)
     sources: Sources = {}
     used_by: dict[str, str] = {}
     missing, wrong = list[str](), list[str]()

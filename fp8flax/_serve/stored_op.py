@@ -149,7 +149,7 @@ def freeze_ops(
         if gemms.forward.rhs is not None and kernels[path]:
             kernel, *_ = kernels[path]
             plan = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
-            stacks = _stacks(found, params[kernel])
+            stacks = _stacks(found, params[kernel], known)
             if reason := _why_wide(found, plan, uses[kernel], stacks):
                 wide.update(dict.fromkeys(kernels[path], reason))
             else:
@@ -184,16 +184,29 @@ def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) ->
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    return None if len(stacks) == 1 else "its shape does not show along which axes loops stack it"
+    if len(stacks) == 1:
+        return None
+    return (
+        "its shape does not show along which axes loops stack it, its scaling state is stacked in another "
+        "order, or in NNX these axes are not the first"
+    )
 
 
-def _stacks(found: SeenOp, parameter: Any) -> list[tuple[int, ...]]:
-    """Returns the axes along which layers may be stacked in a kernel, for each possibility."""
-    if found.stacked is not None:
-        return [found.stacked]
-    whole, part = parameter.shape, found.kernel.sources[0].shape
-    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [c for c in choices if [n for i, n in enumerate(whole) if i not in c] == list(part)]
+def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> list[tuple[int, ...]]:
+    """Returns the axes along which layers may be stacked in a kernel, for each possibility.
+
+    ``known`` are the scales of the layers, which must be stacked in the same order.
+    """
+    whole, part = parameter.shape, tuple(found.kernel.sources[0].shape)
+    experts = part[:1] if found.row.is_stack else ()  # their kernels have a scale each
+    known_axes = None if found.stacked is None else [found.stacked]
+    possible = []
+    for stack in known_axes or itertools.combinations(range(len(whole)), max(0, len(whole) - len(part))):
+        sizes = tuple(whole[i] for i in stack)
+        fits = tuple(n for i, n in enumerate(whole) if i not in stack) == part
+        if fits and all(x.shape[:-1] in (sizes, (*sizes, *experts)) for x in known.values()):
+            possible.append(stack)
+    return possible
 
 
 def _stored(

@@ -59,6 +59,16 @@ def test_it_is_a_loop_over_experts(top_k):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
+def test_no_tokens():
+    def experts(rows, sizes):
+        return jax.lax.ragged_dot(rows, normal(2, EXPERTS, WIDTH, HIDDEN), sizes)
+
+    out, balance = names_after(ROUTING)["mixture"](
+        jnp.ones((2, 0, WIDTH)), jnp.ones((2, 0, EXPERTS)), 2, experts
+    )
+    assert (out.shape, balance) == ((2, 0, HIDDEN), 0)
+
+
 @pytest.mark.long
 def test_the_linen_layer_trains():
     """Each gradient in FP8 is near that in bf16, but not equal to it; the loss is halved in 30 steps."""

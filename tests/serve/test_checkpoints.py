@@ -164,6 +164,7 @@ def test_torchao(tmp_path):
         (scales_of(1, 3, 2, 1), (1, 128, 40)),
         (scales_of(1, 3, 1, 40), (1, 130, 1)),
         (scales_of(1, 3), (1, 130, 40)),
+        (scales_of(1, 3, 1), (1, 130, 40)),
         (scales_of(1, 1), (3, 130, 40)),
     ],
 )
@@ -299,6 +300,11 @@ def test_headers_that_are_too_long(tmp_path):
         fp8.read_checkpoint(tmp_path)
 
 
+# Blocks of rows, columns or experts, or scales of q, k and v, or of the two matrices of each expert.
+AMBIGUOUS = [((384, 128), (3,)), ((384, 512), (3, 1)), ((256, 512), (1, 4)), ((3, 192, 64), (3, 2))]
+AMBIGUOUS += [((32, 8, 8), (2,)), ((32, 8, 8), (2, 1, 1)), ((64,), (4,))]
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -313,6 +319,11 @@ def test_headers_that_are_too_long(tmp_path):
         ({**NVFP4, "weight_global_scale": np.ones(1, np.float16)}, r"float16\[1\]"),
         ({**NVFP4, "weight_scale": scales_of(0, 4, 2)}, r"'a\.weight_scale' float32\[4, 2\]"),
         ({**NVFP4, "weight": RAGGED}, "'a.weight' float32"),
+        *(
+            ({"weight": codes_of(0, *shape), end: scales_of(0, *scale)}, "or of joined matrices")
+            for shape, scale in AMBIGUOUS
+            for end in ("weight_scale", "weight_scale_inv")
+        ),
     ],
 )
 def test_scales_that_are_refused(tensors, message, tmp_path):

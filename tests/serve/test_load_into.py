@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -47,13 +48,16 @@ def wide_kernel(params, name, scale_rows, scale_columns):
 def test_own_files(recipe, tmp_path):
     """The file of a frozen model loads bit for bit into that model, and dequantized into a wide one."""
     rename = None if recipe == "block128" else TO_HUB
-    _, variables, model, served = frozen_net(recipe)
+    model8, variables, model, served = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", model, served, rename=rename)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
-    assert_same(fp8.load_into(zeros_like(served), checkpoint, rename=rename), served)
+    weights = fp8.weights_for_serving(model8, variables, X, rename=rename)
+    for given in (checkpoint, weights):
+        assert_same(fp8.load_into(zeros_like(served), given, rename=rename), served)
     # Into the wide model: scaling state is left as it is.
     target = zeros_like(variables)
     loaded = fp8.load_into(target, checkpoint, rename=rename)
+    assert_same(fp8.load_into(target, weights, rename=rename), loaded)
     rows, columns = {"block128": (128, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}.get(recipe, (None, None))
     for name in ("up", "heads", "out"):
         expected = wide_kernel(served["params"], name, rows, columns)
@@ -74,6 +78,7 @@ class Block(nn.Module):
     ("axes", "name", "recipe"),
     [
         *(((0,), "weight", "axiswise"), ((1,), "kernel", "axiswise"), ((0, 0), "weight", "axiswise")),
+        *(((-1,), "kernel", "delayed"), ((-1,), "kernel", "block128")),
         pytest.param((0, 0), "weight", "nvfp4", marks=pytest.mark.long),
     ],
 )
@@ -94,7 +99,8 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert f"layers.dense.{name}" in checkpoint
-    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    for given in (checkpoint, fp8.weights_for_serving(model8, variables, X)):
+        assert_same(fp8.load_into(zeros_like(served), given), served)
     if name == "weight":
         loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
         kernel = served["params"]["layers"]["dense"]
@@ -104,6 +110,98 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
             values *= scale.astype(jnp.float32).repeat(16, -1).squeeze(-3).swapaxes(-1, -2)
             scale = kernel["Fp8DotGeneralOp_0"]["kernel_tensor_scale"][..., None]
         np.testing.assert_array_equal(loaded, values * scale)
+
+
+@pytest.mark.parametrize(
+    ("params", "state", "length", "history"), [(1, 0, 3, 1), (-1, 1, 3, 3), (2, -1, 1, 1024), (2, 0, 3, 4)]
+)
+def test_stacks_of_ops_by_hand(params, state, length, history, tmp_path):
+    """Parameters and state along any axes: a step and the frozen model are those of a loop of layers."""
+    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=history))
+    dense = partial(nn.Dense, 8, use_bias=False, dot_general_cls=op)
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return dense(name="dense")(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": params, OWG: state}
+            scan = nn.scan(Body, variable_axes=axes, length=length, split_rngs={"params": True})
+            return scan(name="layers")(x, None)[0]
+
+    def layer(variables, i):
+        axes = {"params": params, OWG: state}
+        return {
+            name: jax.tree.map(
+                lambda v, axis=axis: jnp.take(v, i, axis), variables[name]["layers"]["dense"]
+            )
+            for name, axis in axes.items()
+        }
+
+    def one_by_one(layers):
+        out = normal(0, 4, 8)
+        for each in layers:
+            out = dense().apply(each, out)
+        return jnp.mean(out**2), out
+
+    @jax.jit
+    def step(train_state):
+        grads = fp8.grad(lambda v: jnp.mean(train_state.apply_fn(v, normal(0, 4, 8)) ** 2))(
+            train_state.params
+        )
+        return train_state.apply_gradients(grads=grads)
+
+    model, sgd = Stack(), optax.sgd(0.1)
+    train_state = fp8.TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), normal(0, 4, 8)), tx=sgd
+    )
+    for _ in range(2):
+        before, train_state = train_state.params, step(train_state)
+    layers = [layer(before, i) for i in range(length)]
+    grads = jax.jit(fp8.grad(lambda layers: one_by_one(layers)[0]))(layers)
+    for i in range(length):
+        now = layer(train_state.params, i)
+        kernel = layers[i]["params"]["kernel"] - 0.1 * grads[i]["params"]["kernel"]
+        np.testing.assert_allclose(now["params"]["kernel"], kernel, rtol=1e-5, atol=1e-7)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), now[OWG], grads[i][OWG])
+    frozen, served = fp8.freeze(model, train_state.params, normal(0, 4, 8))
+    _, expected = one_by_one([layer(train_state.params, i) for i in range(length)])
+    np.testing.assert_allclose(frozen.apply(served, normal(0, 4, 8)), expected, rtol=1e-5, atol=1e-6)
+    fp8.save_safetensors(tmp_path / "a", frozen, served)
+    assert served["params"]["layers"]["dense"]["kernel"].dtype == E4M3
+    assert_same(fp8.load_into(zeros_like(served), fp8.read_checkpoint(tmp_path / "a")), served)
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+def test_stacks_that_are_refused():
+    """State has one dimension. NNX slices the kernel and the scales of a frozen layer alike."""
+    scan = nn.scan(Block, variable_axes={"params": 2}, length=3, split_rngs={"params": True})
+    with pytest.raises(AssertionError) as error:
+        fp8.quantize_model(scan(), include=".*").init(jax.random.key(0), X, None)
+    assert "Stack along axis 0, 1 or -1" in error.value.__notes__[0]
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(out_axes=self.axes)
+            def layers(rngs):
+                op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=2))
+                return nnx.Linear(8, 6, use_bias=False, dot_general=op, rngs=rngs)
+
+            self.layers = layers(nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(self.axes, 0))(self.layers, x)
+
+    model, x = Stack(), normal(0, 3, 4, 8)
+    with pytest.warns(UserWarning, match="in NNX these axes are not the first"):
+        frozen = fp8.freeze(model, x)
+    np.testing.assert_array_equal(frozen(x), model(x))
 
 
 @pytest.mark.parametrize(

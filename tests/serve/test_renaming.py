@@ -78,10 +78,19 @@ def test_patterns_one_after_another(save, tmp_path):
     assert {"blocks.0.weight", "last.weight", "last.weight_scale", "last.bias"} <= names
 
 
+def test_patterns_for_other_recipes(save, tmp_path):
+    """A pattern may match a name that a variable would have without FP8, or under another recipe."""
+    save(rename={r"^layers_(\d)\.kernel$": r"layers_\1.w", "weight_scale_inv$": "x", "input_scale$": "y"})
+    renamed, _ = read(tmp_path / "model.safetensors")
+    save()
+    assert read(tmp_path / "model.safetensors")[0].keys() == renamed.keys()
+
+
 @pytest.mark.parametrize(
     ("rename", "error", "message"),
     [
         ({"^layer_": "x"}, ValueError, "matches none"),
+        ({r"^layers_\d\.kernels$": "x"}, ValueError, "matches none"),
         ({"layers_": "x", "layers_0": "y"}, ValueError, "'layers_0', which matches none"),
         ({"(": "x"}, re.error, "unterminated"),
         (["layers"], TypeError, "dict of regular expressions"),

@@ -1,8 +1,10 @@
 """safetensors files can be read by the library that defines the format, and by NumPy alone."""
 
+import os
 import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
@@ -159,6 +161,19 @@ def test_a_link_to_a_file_stays_a_link(frozen, tmp_path):
     fp8.save_safetensors(link, *frozen)
     assert link.is_symlink()
     assert "kernel.weight" in fp8.read_checkpoint(tmp_path / "file")
+
+
+def test_several_writers_of_one_file(frozen, tmp_path):
+    """Each call has a temporary file of its own, also in equal processes of two containers."""
+    path, before = tmp_path / "file", os.umask(0o027)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: fp8.save_safetensors(path, *frozen), range(24)))
+    finally:
+        os.umask(before)
+    assert (path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o640, [path])
+    with pytest.raises(FileNotFoundError, match="cannot be written"):
+        fp8.save_safetensors(tmp_path / "missing" / "file", *frozen)
 
 
 def test_equal_saves_give_equal_files(frozen, tmp_path):

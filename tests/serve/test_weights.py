@@ -116,9 +116,9 @@ def test_nnx(tmp_path):
     assert_as_in_file(weights, tmp_path / "a")
     assert weights["model.layers.0.weight"].shape == (64, 16)
     target = jax.tree.map(jnp.zeros_like, nnx.state(other, nnx.Not(nnx.RngState)))
-    checkpoint = fp8.read_checkpoint(tmp_path / "a")
-    nnx.update(other, fp8.load_into(target, checkpoint, rename=TO_HUB))
-    np.testing.assert_array_equal(other(x), frozen(x))
+    for checkpoint in (fp8.read_checkpoint(tmp_path / "a"), weights):
+        nnx.update(other, fp8.load_into(target, checkpoint, rename=TO_HUB))
+        np.testing.assert_array_equal(other(x), frozen(x))
     with pytest.raises(ValueError, match="it is frozen already"):
         fp8.weights_for_serving(frozen, x)
     assert model.layers[0].kernel.get_value().dtype == jnp.float32
