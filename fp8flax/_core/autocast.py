@@ -70,7 +70,9 @@ class _Autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         if _entered.settings and _entered.settings[-1] not in _inherited.get():
-            raise RuntimeError(f"Another asyncio task of this thread is suspended under autocast. {_REMEDY}")
+            raise RuntimeError(
+                f"Another asyncio task of this thread is suspended under autocast. {_REMEDY}"
+            )
         setting = _jit_key(self._ambient)
         setting.__enter__()
         _entered.settings.append(setting)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,34 @@ try:
     OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
 except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
+
+
+_searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_searched", default=())
+"""The models in which errors look for the path of an op that does not know its path."""
+
+
+@contextlib.contextmanager
+def searched_by_errors(nodes: Any) -> Iterator[None]:
+    """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
+    token = _searched.set(nodes)
+    try:
+        yield
+    finally:
+        _searched.reset(token)
+
+
+class _StateName(NamedTuple):
+    """The name of an array of an op's state, which is made when an error shows it."""
+
+    op: Fp8Op
+    leaf: str
+
+    def __str__(self) -> str:
+        found = (
+            "/".join(map(str, path[1:])) for path, x in nnx.iter_graph(_searched.get()) if x is self.op
+        )
+        path = self.op._scope or next(found, type(self.op).__name__)
+        return f"{path}/{self.leaf}"
 
 
 class Fp8Op(OpBase, nnx.Module):
@@ -99,8 +128,8 @@ class Fp8Op(OpBase, nnx.Module):
         stream = getattr(self, "rngs", None)
         return None if stream is None else stream()
 
-    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
-        variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
+        variable, where = getattr(self, leaf.name, None), _StateName(self, leaf.name)
         if not isinstance(variable, nnx.Variable):
             raise MissingStateError(
                 f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
