@@ -72,11 +72,9 @@ class _StateName(NamedTuple):
     leaf: str
 
     def __str__(self) -> str:
-        found = (
-            "/".join(map(str, path[1:])) for path, x in nnx.iter_graph(_searched.get()) if x is self.op
-        )
-        path = self.op._scope or next(found, type(self.op).__name__)
-        return f"{path}/{self.leaf}"
+        paths = (path[1:] for path, x in nnx.iter_graph(_searched.get()) if x is self.op)
+        path = self.op._scope or "/".join(map(str, next(paths, ())))
+        return f"{path}/{self.leaf}" if path else f"{type(self.op).__name__}.{self.leaf}"
 
 
 class Fp8Op(OpBase, nnx.Module):
