@@ -232,17 +232,3 @@ def test_out_sharding(name, cell):
                 assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
     if name in RECIPES:
         cell("nnx", EXPLICIT, name)
-
-
-def test_a_class_in_the_place_of_an_op():
-    x, rngs = jnp.ones((2, 4, 4)), nnx.Rngs(0)
-    op, conv = fp8nnx.Fp8DotGeneralOp, fp8nnx.Fp8ConvGeneralDilatedOp
-    calls = [
-        lambda: nnx.Linear(4, 4, dot_general=op, rngs=rngs)(x),
-        lambda: nnx.Conv(4, 4, (2,), conv_general_dilated=conv, rngs=rngs)(x),
-        lambda: fp8nnx.Fp8RaggedDotOp(x[0], x, jnp.array([3, 1])),
-        lambda: nn.Dense(4, dot_general=fp8.Fp8DotGeneralOp).init(jax.random.key(0), x),
-    ]
-    for call in calls:
-        with pytest.raises(TypeError, match="is the class of an op; got arrays"):
-            call()

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._compat.max_dtype import is_max_dtype
@@ -146,16 +145,6 @@ class OpBase:
     recipe: Recipe | None
     form: str = "direct"
     """The form of the op; a field of the ops whose row has a ``plan``."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes an op; raises ``TypeError`` if a layer calls the class itself, with arrays."""
-        del kwargs
-        if any(isinstance(x, jax.Array | np.ndarray) for x in args):
-            raise TypeError(
-                f"{cls.__name__} is the class of an op; got arrays, as if it were an op. Pass an op, "
-                f"{cls.__name__}(…). In Linen, layers take the class as dot_general_cls= (or the like)."
-            )
-        return super().__new__(cls)
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Returns the value of one array of the state, and its name for errors."""
