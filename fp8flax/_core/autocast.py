@@ -39,17 +39,11 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
-class _Entered(threading.local):
-    """The contexts of ``autocast`` that a thread has entered and not left, from the outermost."""
+_entered = threading.local()
+"""Each thread has a list ``settings`` here: the JAX contexts that it has entered, from the outermost."""
 
-    def __init__(self) -> None:
-        self.settings: list[Any] = []
-
-
-_entered = _Entered()
-
-_inherited: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
-"""The contexts that an asyncio task has entered and not left, and those under which it was created."""
+_of_task: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
+"""The JAX contexts that an asyncio task has entered, and those under which it was created."""
 
 
 class _Autocast(contextlib.ContextDecorator):
@@ -69,14 +63,15 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        if _entered.settings and _entered.settings[-1] not in _inherited.get():
+        settings = vars(_entered).setdefault("settings", [])
+        if settings and settings[-1] not in _of_task.get():
             raise RuntimeError(
                 f"Another asyncio task of this thread is suspended under autocast. {_REMEDY}"
             )
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        _entered.settings.append(setting)
-        _inherited.set((*_inherited.get(), setting))
+        settings.append(setting)
+        _of_task.set((*_of_task.get(), setting))
 
     def __exit__(self, *error: object) -> None:
         if _jit_key.value is not self._ambient:
@@ -87,7 +82,7 @@ class _Autocast(contextlib.ContextDecorator):
             )
         setting = _entered.settings.pop()
         setting.__exit__(*error)
-        _inherited.set(tuple(x for x in _inherited.get() if x is not setting))
+        _of_task.set(tuple(x for x in _of_task.get() if x is not setting))
 
 
 _REMEDY = "Leave autocast before each await and yield, or give the ops a recipe of their own."

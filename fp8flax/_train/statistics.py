@@ -112,10 +112,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     return measure
 
 
-_BACKWARD = ("output_grad",)
-"""The roles in a report of a backward pass, see ``_core.ops.modes``."""
-
-
 def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
     """Returns the ``Numbers`` of each tensor, ``(records, numbers)``, by path, layer of a stack, and role.
 
@@ -123,16 +119,13 @@ def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
     """
     sums: dict[Any, list[np.ndarray]] = defaultdict(list)
     for (path, place, roles), device, _, numbers in reports:
-        if roles != _BACKWARD:
+        if roles != ("output_grad",):  # a forward pass
             sums[path, place, device].append(numbers[-1])
     # A loop whose kernel stays the same calls one layer several times.
-    is_stack = {
-        key: any(not np.array_equal(x, of_key[0], equal_nan=True) for x in of_key)
-        for key, of_key in sums.items()
-    }
+    is_stack = {key: len({x.tobytes() for x in of_calls}) > 1 for key, of_calls in sums.items()}
     found: dict[Any, set[Any]] = defaultdict(set)
     for (path, place, roles), device, call, numbers in reports:
-        if roles == _BACKWARD:
+        if roles == ("output_grad",):
             call = int(numbers[-1].ravel()[0])
         *kernels, _ = sums[path, place, device][call].shape
         for role, records in zip(roles, numbers):

@@ -56,7 +56,7 @@ _searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_sea
 
 
 @contextlib.contextmanager
-def searched_by_errors(nodes: Any) -> Iterator[None]:
+def errors_search(nodes: Any) -> Iterator[None]:
     """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
     token = _searched.set(nodes)
     try:

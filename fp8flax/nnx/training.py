@@ -17,14 +17,7 @@ from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import enter, from_max, leave
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
-from fp8flax.nnx.ops import (
-    OverwriteWithGradient,
-    check_model,
-    is_node,
-    searched_by_errors,
-    set_state,
-    state_of,
-)
+from fp8flax.nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 
 
 class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
@@ -49,11 +42,6 @@ def _without_max_dtype(tree: Any) -> Any:
     nodes = list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
     nnx.update(nodes, from_max(nnx.state(nodes, lambda _, x: any(map(is_max_dtype, jax.tree.leaves(x))))))
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
-
-
-def _at(argnums: Sequence[int], args: Sequence[Any]) -> dict[int, Any]:
-    """Returns the arguments at some positions, by position."""
-    return {i: args[i] for i in argnums}
 
 
 def value_and_grad(
@@ -88,7 +76,7 @@ def value_and_grad(
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
     wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
     with_state = tuple(nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted)
-    argnums_of_state = [d.argnum for d in wanted]
+    positions = [d.argnum for d in wanted]
 
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
@@ -96,15 +84,15 @@ def value_and_grad(
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
-        state = from_max(state_of(_at(argnums_of_state, args)))
+        state = from_max(state_of({i: args[i] for i in positions}))
 
         def of_entered(*args_and_entered: Any) -> Any:
             """Returns ``f`` of NNX's copies of the modules, while the entered state replaces theirs."""
             *args, entered = args_and_entered
-            nodes = _at(argnums_of_state, args)
+            nodes = {i: args[i] for i in positions}
             before = state_of(nodes)
             set_state(nodes, entered)
-            with searched_by_errors(nodes):
+            with errors_search(nodes):
                 out = f(*args)
             # A module may keep or return state that it read, which must not merge by maximum any more.
             out, _ = _without_max_dtype((out, args))
@@ -125,7 +113,7 @@ def value_and_grad(
         with differentiating():
             value, (*grads, of_state) = nnx_value_and_grad(*args, enter(state))
         # Both have the state of a module that two arguments share once.
-        set_state(dict(zip(argnums_of_state, grads)), leave(state, of_state))
+        set_state(dict(zip(positions, grads)), leave(state, of_state))
         marked = tuple(map(_mark, grads))
         return value, marked if isinstance(argnums, Sequence) else marked[0]
 
@@ -216,9 +204,6 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
     set_state(model, checked_next_state(state_of(model), state_of(grads)))
 
 
-_OTHERS = nnx.Not(OverwriteWithGradient)
-
-
 class Optimizer(nnx.Optimizer):
     """``nnx.Optimizer`` that updates the parameters and overwrites the FP8 scaling state.
 
@@ -261,8 +246,9 @@ class Optimizer(nnx.Optimizer):
         """
         check_model(model)
         state = checked_next_state(state_of(model), state_of(grads))
-        kwargs = {k: nnx.state(x, _OTHERS) if isinstance(x, nnx.State) else x for k, x in kwargs.items()}
+        others = nnx.Not(OverwriteWithGradient)
+        kwargs = {k: nnx.state(x, others) if isinstance(x, nnx.State) else x for k, x in kwargs.items()}
         with line_search("value_fn" in kwargs):
-            result = super().update(model, nnx.state(grads, _OTHERS), **kwargs)
+            result = super().update(model, nnx.state(grads, others), **kwargs)
         set_state(model, state)
         return result
