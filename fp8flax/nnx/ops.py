@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,32 @@ try:
     OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
 except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
+
+
+_searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_searched", default=())
+"""The models in which errors look for the path of an op that does not know its path."""
+
+
+@contextlib.contextmanager
+def errors_search(nodes: Any) -> Iterator[None]:
+    """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
+    token = _searched.set(nodes)
+    try:
+        yield
+    finally:
+        _searched.reset(token)
+
+
+class _StateName(NamedTuple):
+    """The name of an array of an op's state, which is made when an error shows it."""
+
+    op: Fp8Op
+    leaf: str
+
+    def __str__(self) -> str:
+        paths = (path[1:] for path, x in nnx.iter_graph(_searched.get()) if x is self.op)
+        path = self.op._scope or "/".join(map(str, next(paths, ())))
+        return f"{path}/{self.leaf}" if path else f"{type(self.op).__name__}.{self.leaf}"
 
 
 class Fp8Op(OpBase, nnx.Module):
@@ -104,8 +131,8 @@ class Fp8Op(OpBase, nnx.Module):
         stream = getattr(self, "rngs", None)
         return None if stream is None else stream()
 
-    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
-        variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
+        variable, where = getattr(self, leaf.name, None), _StateName(self, leaf.name)
         if not isinstance(variable, nnx.Variable):
             raise MissingStateError(
                 f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "

@@ -109,6 +109,10 @@ class StateLeaf(NamedTuple):
     """The value of a new array: 1 for a scale, 0 for a history."""
 
 
+line_search: Any = jax.make_user_context(False)
+"""Whether a line search runs, which differentiates kernels and must not change their scaling state."""
+
+
 @jax.custom_jvp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
@@ -192,7 +196,7 @@ class OpBase:
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
         for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
-            if self.has_kernel and not is_max_dtype(state.scale):
+            if self.has_kernel and not (is_max_dtype(state.scale) or line_search.value):
                 return _checked(out, rhs, state.scale)
         return out
 
