@@ -238,6 +238,6 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
         follows &= _can_follow(old, new)
         # A NaN or an Inf in the data leaves the history, but not the scale.
         is_unchanged = (scale == old.scale) & (history == old.amax_history).all(-1, keepdims=True)
-        moves &= ~is_unchanged | (history == largest).all(-1, keepdims=True)
+        moves = ~is_unchanged | (moves & (history == largest).all(-1, keepdims=True))
     is_number = lax.is_finite(scale) & (scale > 0) & entries_are_numbers
     return {"is_no_number": ~is_number, "is_no_step": ~follows, "moves": moves}

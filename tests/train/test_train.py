@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_trees_equal, mesh, variables_of
@@ -203,6 +204,34 @@ class TestAccumulateGradients:
         params, state, step = fp8.accumulate_gradients(loss)(args, self.microbatches())[1]
         assert step == 0
         assert_trees_equal({"params": params, **state}, accumulated(VARIABLES, self.microbatches())[1])
+
+    def test_random_keys_and_integers_of_another_argument(self):
+        """Keys have no gradient. JAX refuses an integer unless it is beside the state."""
+
+        def loss(variables, x, factor=1.0):
+            noise = jax.random.normal(variables["key"], X.shape)
+            return factor * mse({name: variables[name] for name in VARIABLES}, x + noise)
+
+        variables = {**VARIABLES, "key": jax.random.key(0)}
+        _, grads = fp8.accumulate_gradients(loss)(variables, X[None])
+        assert grads.pop("key").dtype == jax.dtypes.float0
+        expected = jax.jit(fp8.grad(loss))(variables, X)
+        assert_trees_close(grads, {name: expected[name] for name in VARIABLES})
+        for wrong in (3, jnp.int32(3)):
+            with pytest.raises(TypeError, match="allow_int"):
+                fp8.value_and_grad(loss, argnums=(0, 2))(variables, X, wrong)
+
+    @pytest.mark.parametrize("callback", [jax.debug.callback, lambda f, x: io_callback(f, None, x)])
+    def test_side_effects_happen_once_in_each_microbatch(self, callback):
+        seen = []
+
+        def loss(variables, x):
+            callback(seen.append, lax.stop_gradient(variables["a"]))
+            return jnp.sum(variables["a"] * x)
+
+        fp8.accumulate_gradients(loss)({"a": jnp.float32(2)}, jnp.ones((3, 4)))
+        jax.effects_barrier()
+        assert seen == [2, 2, 2]
 
     @pytest.mark.parametrize("batches", [{"a": X, "b": X[:2]}, X[:0], jnp.float32(1), {}, [X, X[:2]]])
     def test_wrong_microbatches_are_refused(self, batches):

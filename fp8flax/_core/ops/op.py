@@ -146,8 +146,8 @@ class OpBase:
         """Refuses operands, which a layer passes if it gets the class in the place of an op."""
         if any(isinstance(x, jax.Array) for x in args):
             raise TypeError(
-                f"{cls.__name__}, a class, was called with arrays. A layer of NNX takes an instance such as "
-                f"{cls.row.nnx_field}={cls.__name__}(). A layer of Linen takes the class, by a field whose "
+                f"{cls.__name__} is a class, and was called with arrays. A layer of NNX takes an instance: "
+                f"{cls.row.nnx_field}={cls.__name__}(). A layer of Linen takes the class, in a field whose "
                 "name ends with _cls, such as dot_general_cls."
             )
         return super().__new__(cls)
