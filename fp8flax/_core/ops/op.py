@@ -147,6 +147,16 @@ class OpBase:
     form: str = "direct"
     """The form of the op; a field of the ops whose row ``has_form``."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuses operands, which a layer passes if it gets the class in the place of an op."""
+        if any(isinstance(x, jax.Array) for x in args):
+            raise TypeError(
+                f"{cls.__name__} is a class, and was called with arrays. A layer of NNX takes an instance: "
+                f"{cls.row.nnx_field}={cls.__name__}(). A layer of Linen takes the class, in a field whose "
+                "name ends with _cls, such as dot_general_cls."
+            )
+        return super().__new__(cls)
+
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Returns the value of one array of the state, and its name for errors."""
         raise NotImplementedError
