@@ -29,20 +29,23 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.traces import trace_behind, unwatched
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import (
     BY_OP,
     KERNEL_TENSOR_SCALE,
+    MODULE,
     NOT_CONVERTED,
     OVERWRITE_WITH_GRADIENT,
     PARAMS,
     STATE_LEAF_NAMES,
+    SWITCHED_OFF,
 )
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import Frame, Interception, given_site
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
 
@@ -71,6 +74,8 @@ class Call(Interception):
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
         """The contractions with the decisions about them, by ``Site.scope``."""
+        if self.is_counting:
+            self.on_op = self._count_op
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
 
@@ -110,11 +115,21 @@ class Call(Interception):
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
+        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.is_counting:
+            place = jax.named_scope(f"{MODULE}({'/'.join(scope.path)})")
         try:
-            with having(scope, variables=variables, put_variable=put_variable), self.watching():
+            with having(scope, variables=variables, put_variable=put_variable), self.watching(), place:
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which contractions go to ``contract``, unless FP8 is switched off."""
+        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
+        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
+            return jax.named_scope(SWITCHED_OFF)
+        return super().watching()
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
@@ -174,12 +189,21 @@ class Call(Interception):
             return site.scope
         if not site.converts:
             return NOT_CONVERTED
+        if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
+            return SWITCHED_OFF
         options = {"form": rules.form} if site.op.plan else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
             object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
+
+    def _count_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
+        """Counts an op that the user gave to a layer, and computes it without FP8."""
+        site = given_site(op, op.path[:-1], self.origins.of(operands[1]), *operands)
+        self.decided[site.scope] = site
+        with jax.named_scope(site.scope):
+            return op.row.plain(*operands, **keywords)
 
     # Where the state is.
 

@@ -160,6 +160,12 @@ class ParamOrigins:
         known, key = self._known, id(value)
         known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
 
+    def pass_on(self, values: Sequence[Any], others: Sequence[Any]) -> None:
+        """Gives other values the origins of these, as a function gets its operands as inputs."""
+        for value, other in zip(values, others):
+            if id(value) in self._known:
+                self._set(other, self._known[id(value)][1])
+
     def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
         """Records arrays as parameters, each with its path, if they are not known yet."""
         for path, leaf in params:

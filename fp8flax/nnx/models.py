@@ -2,15 +2,18 @@
 
 A contraction has a module and the name of an attribute: the field of a layer, such as ``dot_general``, or
 an attribute of ours, such as ``fp8_w``. ``quantize_model`` puts an op there, or a ``LeftWide`` with the
-reason why not. ``report`` reads these attributes. NNX has no hook around methods. So a module with an op
-for a written-out product gets a subclass of its class, whose methods run in an ``Interception``.
+reason why not. ``report`` reads these attributes. NNX has no hook around methods. So a module that writes
+a product out gets a subclass of its class, whose methods run in an ``Interception``.
+
+``DryRun`` decides which contractions there are: those of the fields that the call really calls, and those
+that are written out, each in the module whose method computes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +24,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.names import NOT_CONVERTED
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.names import MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import GIVEN, Frame, Interception, given_site
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
+
+ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
+"""The reason for contractions that ``quantize_model`` has not seen in a call."""
 
 
 def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
@@ -119,12 +127,19 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 
 
 class ModuleCall(Interception):
-    """One call of a method of a module. Contractions with an op of the module are computed by it."""
+    """One call of a method of a module, and the calls of methods inside of it that run in the same trace.
 
-    def __init__(self, module: Any, method: str) -> None:
+    Contractions with an op of the module that computes them are computed by this op.
+    """
+
+    opens = ("jit", "remat2")
+
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.frames.append(Frame(module, "" if method == "__call__" else method))
-        params = nodes_of(module, nnx.Param)
+        nodes = nodes_of(module, nnx.Module, nnx.Param)
+        self._modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
+        """The modules that are a part of the call, with their paths, by their identities."""
+        params = {path: x for path, x in nodes.items() if isinstance(x, nnx.Param)}
         for x in params.values():
             if isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
@@ -134,14 +149,40 @@ class ModuleCall(Interception):
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
+    def has(self, module: Any) -> bool:
+        """Returns whether a module is a part of the module of the call."""
+        return id(module) in self._modules
+
+    @contextlib.contextmanager
+    def in_frame(self, module: Any, method: str) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        if self.frames and self.frames[-1].module is module:
+            yield  # a method that another method of its module calls shares the frame of that method
+            return
+        self.frames.append(Frame(module, "" if method == "__call__" else method))
+        try:
+            yield
+        finally:
+            self.frames.pop()
+
+    def origin_of(self, value: Any) -> Origin | None:
+        """Returns the origin of a value with paths from the running module; None if it is not below it."""
+        origin, (path, _) = super().origin_of(value), self._modules[id(self.frames[-1].module)]
+        above = len(path)
+        if origin is None or any(source.path[:above] != path for source in origin.sources):
+            return None
+        return origin._replace(sources=tuple(x._replace(path=x.path[above:]) for x in origin.sources))
+
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        prefix = "fp8" if site.op is DotGeneral else f"fp8_{site.op.nnx_field}"
-        site = site._replace(name=f"{prefix}_{site.name.replace('-', '_')}")
+        kind = "" if site.op is DotGeneral else f"-{site.op.nnx_field}"
+        site = site._replace(name=f"fp8_{site.name}{kind}")
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
         op = op_of(site)
-        return NOT_CONVERTED if op is None else by(op)
+        if op is None or site.impossible is not None:
+            return NOT_CONVERTED
+        return SWITCHED_OFF if op._is_off else by(op)
 
 
 def watch(node: Any) -> None:
@@ -157,20 +198,32 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
     body = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
-            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                body[name] = _watched(method)
+            # Decorators such as nnx.jit return other callables than functions, which Python binds, too.
+            is_method = callable(method) and hasattr(type(method), "__get__")
+            is_method &= not isinstance(method, type | staticmethod)
+            if is_method and (name == "__call__" or not name.startswith("_")):
+                body[name] = _watched(name, method)
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
 
 
-def _watched(method: Any) -> Any:
+def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = current_handler()
-        if isinstance(call, ModuleCall) and call.frames[-1].module is self:
-            return method(self, *args, **kwargs)
-        with unwatched(), ModuleCall(self, method.__name__).watching():
-            return method(self, *args, **kwargs)
+        run, is_dry = method.__get__(self, type(self)), hasattr(self, "_fp8_dry_run")
+        if not is_dry and recipe_in_use(None, Fp8Op.default_recipe) is None:
+            with jax.named_scope(SWITCHED_OFF):
+                return run(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if is_dry:
+                stack.enter_context(jax.named_scope(f"{MODULE}({'/'.join(self._fp8_path)})"))
+            call = current_handler()
+            if not (isinstance(call, ModuleCall) and call.has(self)):
+                call = ModuleCall(self)
+                stack.enter_context(unwatched())
+                stack.enter_context(call.watching())
+            stack.enter_context(call.in_frame(self, name))
+            return run(*args, **kwargs)
 
     return watched
 
@@ -195,32 +248,59 @@ class DryRun:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[str, Site] = {}
         """The contractions by ``Site.scope``, in which each of them is computed."""
+        self.called: dict[str, Site] = {}
+        """The contractions of layers whose field the call has called, by the paths of the layers."""
+        self.given: dict[str, Fp8Op] = {}
+        """The ops that modules of the user have called, by the ``Site.scope`` of the contraction."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
-        self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
-        for layer in layers_of(copy):
-            setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
+        for path, op in nodes_of(copy, Fp8Op).items():
+            op._on_op = nnx.static(functools.partial(self._run_given, path))
+        self._kernels: dict[str, int] = {}
+        """The identity of the kernel of each layer, by the path of the layer."""
+        for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
+            self._kernels[site.path] = id(layer.module.kernel.get_value())
+            setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
+            if hasattr(layer.module, "dot_general_cls"):
+                layer.module.dot_general_cls = None
         for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.
             if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
                 module._fp8_path, module._fp8_dry_run = path, self
                 watch(module)
         graphdef, state = nnx.split(copy)
+        self._inputs = [id(x) for x in jax.tree.leaves(state)]
         self.program = program_of(
             lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state, args, kwargs
         )
         """The jaxpr of the call."""
 
+    def reads_kernel_of(self, layer: Site) -> bool:
+        """Returns whether the call needs the kernel of a layer."""
+        needed = zip(self._inputs, needed_inputs(self.program))
+        return any(is_needed and x == self._kernels[layer.path] for x, is_needed in needed)
+
+    def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
+        """Records that a layer calls its field, and computes its contraction."""
+        self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
+        with jax.named_scope(self._record(site)):
+            return _plain(site.op)(*args, **kwargs)
+
+    def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
+        """Records that a module calls an op that the user gave to it, and computes its contraction."""
+        scope = self._record(given_site(op, path[:-1], None, *args))
+        self.given[scope] = self._modules[path]
+        with jax.named_scope(scope):
+            return op.row.plain(*args, **kwargs)
+
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
-        """Records a contraction of a module, and returns the scope to compute it in."""
-        keys, source = site.module._fp8_path, None if kernel is None else kernel.sources[0]
+        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        keys = site.module._fp8_path
         site = site._replace(path="/".join(keys), module=self._modules[keys])
-        layer = self._layers.get(site.path)
-        if layer is not None and (source is None or source.path == ("kernel",)):
-            site = layer._replace(in_custom_vjp=site.in_custom_vjp)
-        elif source is not None:
+        if kernel is not None:
+            source = kernel.sources[0]
             whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
             stacked, impossible = _stack_of(whole, source.shape)
             site = site._replace(
@@ -228,6 +308,10 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
+        return self._record(site)
+
+    def _record(self, site: Site) -> str:
+        """Records a contraction, and returns the scope to compute it in."""
         self.found[site.scope] = site
         return site.scope
 
@@ -241,25 +325,49 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
             "comes from quantize_model. Call it once, on the whole model, with all rules at once."
         )
     copy: Any = nnx.clone(model)
-    found = {layer.scope: layer for layer in layers_of(copy)}
-    if inputs:
-        found |= DryRun(copy, inputs, {}).found
-    decided = [options.decide(site) for site in found.values()]
+    decided = [options.decide(site) for site in _contractions(copy, inputs)]
     options.check(decided, has_ops=bool(given))
-    for site in decided:
-        if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
-            continue  # the op that the user gave
+    is_done = set[tuple[int, str]]()
+    has_written_out = any(site.converts and site.name != site.op.nnx_field for site in decided)
+    for site in sorted(decided, key=lambda site: not site.converts):  # several may have one place
+        if has_written_out and site.name != site.op.nnx_field:
+            watch(site.module)
+        place, is_kept = (id(site.module), site.name), not site.converts or site.pattern == DEFAULT
+        if place in is_done or (op_of(site) is not None and is_kept):
+            continue  # an op from here, or one that the user gave
+        is_done.add(place)
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
-            if site.name != site.op.nnx_field:
-                watch(site.module)
         elif site.impossible is None:
             wide = LeftWide(site.path, _plain(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
-        op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
-        op._reason = op._reason or "an op of its own"
+        op._scope = _place(path, op)
+        op._reason = op._reason or GIVEN
     return copy
+
+
+def _contractions(model: Any, inputs: Sequence[Any]) -> Iterator[Site]:
+    """Yields the contractions of a model: those of a call with these inputs, if there are inputs.
+
+    A layer of Flax that the call does not reach is also there, because another method may call it.
+    """
+    run = DryRun(model, inputs, {}) if inputs else None
+    for layer in layers_of(model):
+        is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
+        if run is None:
+            yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
+        elif layer.path in run.called:
+            yield run.called[layer.path]
+        elif is_flax_own and not run.reads_kernel_of(layer):
+            yield layer
+    if run is not None:
+        yield from (x for x in run.found.values() if x.name.startswith("fp8_"))
+
+
+def _place(path: tuple[str, ...], op: Fp8Op) -> str:
+    """Returns the path of an op; that of its layer, if it is in a field of a layer."""
+    return "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
 
 
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
@@ -275,20 +383,23 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
 
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
-    if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
+    all_ops = nodes_of(model, Fp8Op)
+    if not any(op._reason for op in all_ops.values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, {scope: _decided(site) for scope, site in run.found.items()})
+    decided = {scope: x if scope in run.given else _decided(x) for scope, x in run.found.items()}
+    ran = {id(run.given.get(scope) or op_of(site)) for scope, site in run.found.items()}
+    others = [_place(path, op) for path, op in all_ops.items() if id(op) not in ran]
+    return report_of(run.program, decided, others)
 
 
 def _decided(site: Site) -> Site:
     """Returns a contraction of a converted model with the decision of ``quantize_model``."""
     there = getattr(site.module, site.name, None)
-    if isinstance(there, Fp8Op):
+    if isinstance(there, Fp8Op) and site.impossible is None:
         return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
     if isinstance(there, LeftWide):
         return site._replace(reason=there.reason)
     if site.kernel is None or site.impossible is not None:
         return Rules().decide(site)
-    reason = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-    return site._replace(reason=reason)
+    return site._replace(reason=ONLY_WITH_INPUTS)
