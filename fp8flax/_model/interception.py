@@ -194,10 +194,13 @@ class Interception:
             with running_in(inner):
                 return inner.open(params["jaxpr"], inputs)
 
-        options = {name: params[name] for name in ("prevent_cse", "policy")}
+        jaxpr, options = params["jaxpr"], {name: params[name] for name in ("prevent_cse", "policy")}
         with running_in(front.behind):
             results = jax.checkpoint(compute, **options)(*operands)
         self.origins.follow(operands, results)
+        # nnx.remat returns the parameters that it gets.
+        given = dict(zip(jaxpr.invars, operands))
+        self.origins.pass_on([given.get(var) for var in jaxpr.outvars], results)
         return results
 
     def _should_open(self, name: str, operands: Any, params: Any) -> bool:

@@ -139,11 +139,10 @@ class ModuleCall(Interception):
         nodes = nodes_of(module, nnx.Module, nnx.Param)
         self._modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
         """The modules that are a part of the call, with their paths, by their identities."""
-        params = {path: x for path, x in nodes.items() if isinstance(x, nnx.Param)}
-        for x in params.values():
+        self._params = {path: x for path, x in nodes.items() if isinstance(x, nnx.Param)}
+        for x in self._params.values():
             if isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
-        self.origins.add((path, x.get_value()) for path, x in params.items())
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
@@ -159,6 +158,10 @@ class ModuleCall(Interception):
         if self.frames and self.frames[-1].module is module:
             yield  # a method that another method of its module calls shares the frame of that method
             return
+        # Transformations of NNX write new arrays into the variables.
+        path, _ = self._modules[id(module)]
+        below = ((keys, x) for keys, x in self._params.items() if keys[: len(path)] == path)
+        self.origins.add((keys, x.get_value()) for keys, x in below)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             yield
