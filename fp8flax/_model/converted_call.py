@@ -19,7 +19,8 @@ Names are written in the other case there. So no parameter of the model has such
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, cast
 
 import flax.linen as nn
@@ -33,7 +34,6 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import (
     BY_OP,
     KERNEL_TENSOR_SCALE,
-    MODULE,
     NOT_CONVERTED,
     OVERWRITE_WITH_GRADIENT,
     PARAMS,
@@ -45,9 +45,9 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception, given_site
+from fp8flax._model.interception import Frame, Interception, given_site, in_module
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Site
+from fp8flax._model.rules import Site, record
 
 Path = tuple[str, ...]
 
@@ -58,8 +58,8 @@ CODES = "codes"
 class Call(Interception):
     """One call of a converted model by code outside of the model.
 
-    If there is ``counted``, it gets the contractions with the decisions by ``Site.scope``. Each contraction
-    is then computed in this scope, and none is converted.
+    If there is ``counted``, it gets the contractions with the decisions by their keys. Each contraction
+    is then computed in its ``Site.scope``, and none is converted.
     """
 
     on_op: Any = None
@@ -67,17 +67,19 @@ class Call(Interception):
     has_ops = False
     """Whether an FP8 op has run."""
 
-    def __init__(self, model: Any, *, counted: dict[str, Site] | None = None) -> None:
+    def __init__(self, model: Any, *, counted: dict[Hashable, Site] | None = None) -> None:
         super().__init__()
         self.cls, self.rules, self.is_counting = type(model), model._fp8_rules, counted is not None
         # The path is empty unless a Linen model that is not converted calls the model.
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
-        """The contractions with the decisions about them, by ``Site.scope``."""
+        """The contractions with the decisions about them, by their keys."""
         if self.is_counting:
             self.on_op = self._count_op
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
+        self._kernels: dict[Path, Any] = {}
+        """The parameters that each op multiplies with, by the path of the op."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them."""
@@ -115,11 +117,9 @@ class Call(Interception):
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_params(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.is_counting:
-            place = jax.named_scope(f"{MODULE}({'/'.join(scope.path)})")
+        own = having(scope, variables=variables, put_variable=put_variable)
         try:
-            with having(scope, variables=variables, put_variable=put_variable), self.watching(), place:
+            with own, self.watching(), in_module(scope.path if self.is_counting else None):
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
@@ -184,13 +184,21 @@ class Call(Interception):
         site = rules.decide(site)
         pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
         # A module has a scope, which must not outlive its trace.
-        self.decided[site.scope] = site._replace(module=type(module), pattern=pattern)
+        known = record(self.decided, site._replace(module=type(module), pattern=pattern))
         if self.is_counting:
-            return site.scope
+            return known.scope
         if not site.converts:
             return NOT_CONVERTED
         if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
             return SWITCHED_OFF
+        used = [(x.path, x.part) for x in kernel.sources] if kernel else []
+        if (known := self._kernels.setdefault((*scope.path, site.name), used)) != used:
+            one, another = ("/".join(kernels[0][0]) for kernels in (known, used))
+            raise ValueError(
+                f"{site.place or 'The model'!r} multiplies by {one!r} and by {another!r}, and both kernels "
+                f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
+                f"quantize_model(model, exclude={f'^{re.escape(another)}$'!r})."
+            )
         options = {"form": rules.form} if site.op.plan else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
@@ -200,8 +208,9 @@ class Call(Interception):
 
     def _count_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
-        site = given_site(op, op.path[:-1], self.origins.of(operands[1]), *operands)
-        self.decided[site.scope] = site
+        origin = self.origins.of(operands[1])
+        kernel = None if origin is None else "/".join(origin.sources[0].path)
+        site = record(self.decided, given_site(op, op.path[:-1], kernel, *operands))
         with jax.named_scope(site.scope):
             return op.row.plain(*operands, **keywords)
 

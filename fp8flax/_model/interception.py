@@ -19,14 +19,14 @@ import jax
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
-from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
 from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9a-f]{{8}})\b")
+HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9]+)\b")
 """Scopes of a contraction that was handled before, or of its derivative.
 
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
@@ -38,23 +38,17 @@ GIVEN = "an op of its own"
 
 
 def given_site(
-    op: Any, path: tuple[str, ...], kernel: Origin | None, lhs: Any, rhs: Any, *arguments: Any
+    op: Any, path: tuple[str, ...], kernel: str | None, lhs: Any, rhs: Any, *arguments: Any
 ) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
-    return Site(
-        path="/".join(path),
-        module=type(op),
-        kernel=None if kernel is None else "/".join(kernel.sources[0].path),
-        op=op.row,
-        shapes=(lhs.shape, rhs.shape),
-        dtypes=(lhs.dtype, rhs.dtype),
-        sizes=op.row.sizes(lhs.shape, rhs.shape, *arguments),
-        is_matmul=True,
-        name=op.row.name,
-        converts=True,
-        recipe=op.recipe,
-        reason=GIVEN,
-    )
+    shapes, dtypes, row = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
+    site = Site(path, type(op), kernel, row, shapes, dtypes, row.sizes(*shapes, *arguments), is_matmul=True)
+    return site._replace(name=row.name, converts=True, recipe=op.recipe, reason=GIVEN)
+
+
+def in_module(path: tuple[str, ...] | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope by which ``report`` finds the module of a contraction; none if there is no path."""
+    return contextlib.nullcontext() if path is None else jax.named_scope(f"{MODULE}({'/'.join(path)})")
 
 
 @dataclasses.dataclass
@@ -134,7 +128,7 @@ class Interception:
             return out if restore is None else restore(out)
 
         site = Site(
-            path="/".join(frame.path),
+            path=frame.path,
             module=frame.module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
             op=row,

@@ -9,6 +9,7 @@ name, and its FP8 codes can take the place of the parameter.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -92,8 +93,7 @@ class Origin(NamedTuple):
         """
         own = len(module)
         paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
-        names = ["-".join(key.replace("/", "-") for key in path) for path in paths]
-        different = dict.fromkeys(name + source.part for name, source in zip(names, self.sources))
+        different = dict.fromkeys(_text(path) + x.part for path, x in zip(paths, self.sources))
         axes, last = self.axes or (), len(self.sources[0].shape) - 1
         is_transposed = len(axes) > 1 and any(axes[i] == last for i in summed)
         return "-".join(different) + (self.part or "") + "-T" * is_transposed
@@ -127,8 +127,18 @@ class Origin(NamedTuple):
                     part += "-" + "x".join(map(str, shape))
                     axes = tuple(range(len(shape)))
                 part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-                part += "" if stride == 1 else f"-{stride}"
+                part += "" if stride == 1 or end == start + 1 else f"-{stride}"
         return Origin(self.sources, part, axes, steps)
+
+
+def _text(path: tuple[str, ...]) -> str:
+    """Returns the path of a parameter as a text for the name of an op, which can be read in one way only.
+
+    The keys are joined by ``-``. A ``~`` marks what would be read as something else: a ``-`` in a key, and
+    a path that begins like another part of such names, as ``axis0`` and ``product_0`` do.
+    """
+    text = "-".join(re.sub("[-~]", r"~\g<0>", key).replace("/", "~.") for key in path)
+    return f"~{text}" if re.match(r"(T|axis\d+|\d+(x\d+)*|(\w+_)?product_\d+)(-|$)", text) else text
 
 
 NUMBER = Origin(part="")

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,10 @@ from fp8flax._model.wrapped_module import convert, trace_apply
 NOT_RUN = "its op did not run in this call"
 """The reason in reports for an FP8 op of a model that the call does not reach, or computes without."""
 
-PLACES = {
-    "scan": "lax.scan (or nnx.scan of a method)",
-    "while": "lax.while_loop",
-    "cond": "lax.cond",
-    "remat2": "jax.checkpoint",
-    "custom_jvp_call": "a function with a derivative of its own",
-    "custom_vjp_call": "a function with a derivative of its own",
-    "jit": "a jitted function with shardings",
-}
-"""The functions that a contraction may be inside of, by the names of their primitives."""
+PLACES = {"remat2": "jax.checkpoint"} | dict.fromkeys(
+    ("custom_jvp_call", "custom_vjp_call"), "a function with a derivative of its own"
+)
+"""What to call a function that a contraction is inside of, instead of the name of its primitive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,20 +146,19 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
     if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
-    decided: dict[str, Site] = {}
+    decided: dict[Hashable, Site] = {}
     counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
     shapes = eval_init(counted, args, kwargs)
-    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided.values())
 
 
-def report_of(
-    program: Any, decided: Mapping[str, Site], not_run: Iterable[str] = ()
-) -> ModelReport:
+def report_of(program: Any, sites: Iterable[Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in its ``Site.scope``, which is its key in ``decided``. ``not_run``
-    are the paths of ops that did not run.
+    In ``program`` each contraction is in its ``Site.scope``. ``not_run`` are the paths of ops that did not
+    run.
     """
+    decided = {site.scope: site for site in sites}
     counts: Counter[tuple[Any, GemmSizes]] = Counter()
     for one in equations(program):
         row = row_of(one.eqn.primitive)
@@ -173,37 +166,32 @@ def report_of(
             continue
         lhs, rhs, *more = (var.aval for var in one.eqn.invars)
         sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(one.eqn.params))
-        scopes = HANDLED.findall(one.scopes)
-        key = scopes[-1] if scopes else (_module_in(one.scopes), _reason_in(one.inside))
-        if isinstance(key, str) and decided[key].is_swapped:
+        scopes, modules = HANDLED.findall(one.scopes), re.findall(rf"{MODULE}\((.*?)\)", one.scopes)
+        if scopes and scopes[-1] not in decided:
+            continue
+        # JAX computes the others in a way that quantize_model does not look into.
+        key = decided[scopes[-1]] if scopes else (modules[-1] if modules else "", _reason(one.inside))
+        if isinstance(key, Site) and key.is_swapped:
             sizes = sizes._replace(m=sizes.n, n=sizes.m)
         counts[key, sizes] += one.times
     rows = []
-    for (key, sizes), count in counts.items():
+    for (site, sizes), count in counts.items():
         flops = count * sizes.flops
-        if not isinstance(key, str):
-            path, reason = key
+        if not isinstance(site, Site):
+            path, reason = site
             rows.append(Row(path, None, *sizes, count, False, reason, flops))
             continue
-        site = decided[key]
         converted, reason = site.converts, site.reason
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
-        rows.append(Row(site.path, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
+        rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
     rows += [Row(path, None, 0, 0, 0, 0, 0, False, NOT_RUN, 0) for path in not_run]
     return ModelReport(rows=tuple(rows))
 
 
-def _module_in(scopes: str) -> str:
-    """Returns the path of the innermost module whose method is among the scopes."""
-    found = re.findall(rf"{MODULE}\((.*?)\)", scopes)
-    return found[-1] if found else ""
-
-
-def _reason_in(inside: Sequence[str]) -> str:
+def _reason(inside: Sequence[str]) -> str:
     """Returns why a contraction inside of these primitives is not converted."""
-    functions = [name for name in inside if name != "jit"] or inside or ["another function"]
-    name = functions[-1]
+    name = next((name for name in reversed(inside) if name != "jit"), "a jitted function")
     return f"inside of {PLACES.get(name, name)}, into which quantize_model does not look"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -43,7 +42,8 @@ DEFAULT = "default"
 class Site(NamedTuple):
     """A contraction in a model, and the decision of the rules about it."""
 
-    path: str
+    path: tuple[str, ...]
+    """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""
     kernel: str | None
@@ -73,12 +73,30 @@ class Site(NamedTuple):
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
+    number: int = -1
+    """The number of the contraction in its model; ``record`` sets it."""
+
+    @property
+    def place(self) -> str:
+        """The path of the module as text, such as ``encoder/layer_0``, for rules and people."""
+        return "/".join(self.path)
+
+    @property
+    def key(self) -> Hashable:
+        """What the contraction is known by, in each trace of the model."""
+        return self.path, self.name, self.kernel, self.shapes, self.impossible
 
     @property
     def scope(self) -> str:
-        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
-        text = f"{self.path}/{self.name}/{self.shapes}/{self.impossible}"
-        return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
+        """The scope by which ``report`` finds the contraction in a program."""
+        return f"{COUNTED}{self.number}"
+
+
+def record(sites: dict[Hashable, Site], site: Site) -> Site:
+    """Records a contraction by its key, and returns it with its number, which is the same in each trace."""
+    known = sites.get(site.key)
+    sites[site.key] = site._replace(number=len(sites) if known is None else known.number)
+    return sites[site.key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,11 +158,11 @@ class Rules:
         default = [] if self.include is not None else [(DEFAULT, "", self.recipe)]
         for text, pattern, outcome in (*self._in_order(), *default):
             if callable(pattern):
-                outcome = pattern(site.path, site.module, site.shapes)
+                outcome = pattern(site.place, site.module, site.shapes)
                 if outcome is None:
                     continue
-                _check_outcome(outcome, f"a rule, for {site.path!r},")
-            elif not any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None):
+                _check_outcome(outcome, f"a rule, for {site.place!r},")
+            elif not any(re.search(pattern, path) for path in (site.place, site.kernel or site.place)):
                 continue
             if isinstance(outcome, str):
                 return site._replace(reason=f"left by {text}", pattern=text)
@@ -153,9 +171,9 @@ class Rules:
                 return site._replace(reason=reason, pattern=text)
             if site.in_custom_vjp:
                 raise ValueError(
-                    f"{site.path or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is the "
-                    "model's own. An FP8 op there could not update its scaling state. Leave it wide: "
-                    f"quantize_model(model, exclude={site.path!r})."
+                    f"{site.place or 'The model'!r} is inside of Flax's custom_vjp, whose derivative is "
+                    "the model's own. An FP8 op there could not update its scaling state. Leave it wide: "
+                    f"quantize_model(model, exclude={site.place!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
             return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
@@ -177,9 +195,9 @@ class Rules:
             return None
         if isinstance(site.module, nn.Embed):
             return "an embedding"
-        if LOGITS.search(site.path):
+        if LOGITS.search(site.place):
             return "the logits, by the layer's name"
-        if ROUTER.search(site.path):
+        if ROUTER.search(site.place):
             return "a router, by the layer's name"
         if not site.is_matmul:
             return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
@@ -202,13 +220,13 @@ class Rules:
         texts = [text for text, pattern, _ in self._in_order() if not callable(pattern)]
         unmatched = ", ".join(text for text in texts if text not in used)
         if unmatched and not self.allow_unmatched:
-            paths = ", ".join(sorted({site.path or "(the model itself)" for site in decided}))
+            paths = ", ".join(sorted({site.place or "(the model itself)" for site in decided}))
             raise ValueError(
                 f"No contraction was the first to match {unmatched}. The modules with contractions are: "
                 f"{paths}. Correct the pattern, or pass allow_unmatched=True."
             )
         if not has_ops and not any(site.converts for site in decided):
-            reasons = sorted({f"{site.path or 'the model'}: {site.reason}" for site in decided})
+            reasons = sorted({f"{site.place or 'the model'}: {site.reason}" for site in decided})
             raise ValueError(
                 f"None of the model's {len(decided)} contractions would run in FP8. "
                 f"{'; '.join(reasons[:8])}{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts also "

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,18 +26,18 @@ from flax import nnx
 
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import MODULE, NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.autocast import autocast, recipe_in_use
+from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import GIVEN, Frame, Interception, given_site
+from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Rules, Site
+from fp8flax._model.rules import DEFAULT, Rules, Site, record
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
@@ -52,8 +52,11 @@ def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
 
 
 def op_of(site: Site) -> Fp8Op | None:
-    """Returns the op of a contraction, which is an attribute of the module; None if there is none."""
-    found = getattr(site.module, site.name, None)
+    """Returns the op of a contraction, which is an attribute of the module; None if there is none.
+
+    The contraction of an op that a module of the user calls has this op as its module.
+    """
+    found = getattr(site.module, site.name, site.module)
     return found if isinstance(found, Fp8Op) else None
 
 
@@ -102,7 +105,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
             impossible = impossible or "it has an op of its own"
         k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
         yield Site(
-            path="/".join(path),
+            path=path,
             module=module,
             kernel="/".join((*path, "kernel")),
             op=row,
@@ -137,7 +140,7 @@ class ModuleCall(Interception):
     def __init__(self, module: Any) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Param)
-        self._modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
+        self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
         """The modules that are a part of the call, with their paths, by their identities."""
         self._params = {path: x for path, x in nodes.items() if isinstance(x, nnx.Param)}
         for x in self._params.values():
@@ -148,10 +151,6 @@ class ModuleCall(Interception):
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
-    def has(self, module: Any) -> bool:
-        """Returns whether a module is a part of the module of the call."""
-        return id(module) in self._modules
-
     @contextlib.contextmanager
     def in_frame(self, module: Any, method: str) -> Iterator[None]:
         """A context in which a method of a module runs."""
@@ -159,18 +158,19 @@ class ModuleCall(Interception):
             yield  # a method that another method of its module calls shares the frame of that method
             return
         # Transformations of NNX write new arrays into the variables.
-        path, _ = self._modules[id(module)]
+        path, _ = self.modules[id(module)]
         below = ((keys, x) for keys, x in self._params.items() if keys[: len(path)] == path)
         self.origins.add((keys, x.get_value()) for keys, x in below)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
-            yield
+            with in_module(module._fp8_path if self._dry_run else None):
+                yield
         finally:
             self.frames.pop()
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
-        origin, (path, _) = super().origin_of(value), self._modules[id(self.frames[-1].module)]
+        origin, (path, _) = super().origin_of(value), self.modules[id(self.frames[-1].module)]
         above = len(path)
         if origin is None or any(source.path[:above] != path for source in origin.sources):
             return None
@@ -178,8 +178,8 @@ class ModuleCall(Interception):
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        kind = "" if site.op is DotGeneral else f"-{site.op.nnx_field}"
-        site = site._replace(name=f"fp8_{site.name}{kind}")
+        prefix = "fp8_" if site.op is DotGeneral else f"fp8-{site.op.nnx_field}-"
+        site = site._replace(name=prefix + site.name)
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
         op = op_of(site)
@@ -213,19 +213,15 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
 def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run, is_dry = method.__get__(self, type(self)), hasattr(self, "_fp8_dry_run")
-        if not is_dry and recipe_in_use(None, Fp8Op.default_recipe) is None:
+        run, call = method.__get__(self, type(self)), current_handler()
+        if recipe_in_use(None, Fp8Op.default_recipe) is None:
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            if is_dry:
-                stack.enter_context(jax.named_scope(f"{MODULE}({'/'.join(self._fp8_path)})"))
-            call = current_handler()
-            if not (isinstance(call, ModuleCall) and call.has(self)):
-                call = ModuleCall(self)
-                stack.enter_context(unwatched())
-                stack.enter_context(call.watching())
-            stack.enter_context(call.in_frame(self, name))
+        if isinstance(call, ModuleCall) and id(self) in call.modules:
+            with call.in_frame(self, name):
+                return run(*args, **kwargs)
+        call = ModuleCall(self)
+        with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 
     return watched
@@ -249,22 +245,17 @@ class DryRun:
     """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.found: dict[str, Site] = {}
-        """The contractions by ``Site.scope``, in which each of them is computed."""
-        self.called: dict[str, Site] = {}
+        self.found: dict[Hashable, Site] = {}
+        """The contractions by their keys. Each is computed in its ``Site.scope``."""
+        self.called: dict[tuple[str, ...], Site] = {}
         """The contractions of layers whose field the call has called, by the paths of the layers."""
-        self.given: dict[str, Fp8Op] = {}
-        """The ops that modules of the user have called, by the ``Site.scope`` of the contraction."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
         copy: Any = nnx.clone(model)
         for path, op in nodes_of(copy, Fp8Op).items():
             op._on_op = nnx.static(functools.partial(self._run_given, path))
-        self._kernels: dict[str, int] = {}
-        """The identity of the kernel of each layer, by the path of the layer."""
         for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
-            self._kernels[site.path] = id(layer.module.kernel.get_value())
             setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
             if hasattr(layer.module, "dot_general_cls"):
                 layer.module.dot_general_cls = None
@@ -275,33 +266,34 @@ class DryRun:
                 watch(module)
         graphdef, state = nnx.split(copy)
         self._inputs = [id(x) for x in jax.tree.leaves(state)]
-        self.program = program_of(
-            lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state, args, kwargs
-        )
-        """The jaxpr of the call."""
+        with autocast():  # finds the same contractions while FP8 is switched off
+            self.program = program_of(
+                lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs),
+                *(state, args, kwargs),
+            )
+            """The jaxpr of the call."""
 
-    def reads_kernel_of(self, layer: Site) -> bool:
-        """Returns whether the call needs the kernel of a layer."""
-        needed = zip(self._inputs, needed_inputs(self.program))
-        return any(is_needed and x == self._kernels[layer.path] for x, is_needed in needed)
+    @functools.cached_property
+    def needed(self) -> set[int]:
+        """The identities of the arrays of the model that the call needs."""
+        return {x for x, is_needed in zip(self._inputs, needed_inputs(self.program)) if is_needed}
 
     def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
         self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
-        with jax.named_scope(self._record(site)):
+        with jax.named_scope(record(self.found, site).scope):
             return _plain(site.op)(*args, **kwargs)
 
     def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
-        scope = self._record(given_site(op, path[:-1], None, *args))
-        self.given[scope] = self._modules[path]
-        with jax.named_scope(scope):
+        site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
+        with jax.named_scope(record(self.found, site).scope):
             return op.row.plain(*args, **kwargs)
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
         keys = site.module._fp8_path
-        site = site._replace(path="/".join(keys), module=self._modules[keys])
+        site = site._replace(path=keys, module=self._modules[keys])
         if kernel is not None:
             source = kernel.sources[0]
             whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
@@ -311,12 +303,7 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
-        return self._record(site)
-
-    def _record(self, site: Site) -> str:
-        """Records a contraction, and returns the scope to compute it in."""
-        self.found[site.scope] = site
-        return site.scope
+        return record(self.found, site).scope
 
 
 def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
@@ -342,10 +329,10 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.path, _plain(site.op), site.reason)
+            wide = LeftWide(site.place, _plain(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
-        op._scope = _place(path, op)
+        op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
         op._reason = op._reason or GIVEN
     return copy
 
@@ -362,15 +349,10 @@ def _contractions(model: Any, inputs: Sequence[Any]) -> Iterator[Site]:
             yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
         elif layer.path in run.called:
             yield run.called[layer.path]
-        elif is_flax_own and not run.reads_kernel_of(layer):
+        elif is_flax_own and id(layer.module.kernel.get_value()) not in run.needed:
             yield layer
     if run is not None:
-        yield from (x for x in run.found.values() if x.name.startswith("fp8_"))
-
-
-def _place(path: tuple[str, ...], op: Fp8Op) -> str:
-    """Returns the path of an op; that of its layer, if it is in a field of a layer."""
-    return "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
+        yield from (x for x in run.found.values() if x.name.startswith("fp8"))
 
 
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
@@ -386,21 +368,20 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
 
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
-    all_ops = nodes_of(model, Fp8Op)
-    if not any(op._reason for op in all_ops.values()):
+    given = nodes_of(model, Fp8Op).values()
+    if not any(op._reason for op in given):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    decided = {scope: x if scope in run.given else _decided(x) for scope, x in run.found.items()}
-    ran = {id(run.given.get(scope) or op_of(site)) for scope, site in run.found.items()}
-    others = [_place(path, op) for path, op in all_ops.items() if id(op) not in ran]
-    return report_of(run.program, decided, others)
+    ran = {id(op_of(site)) for site in run.found.values()}
+    not_run = [op._scope for op in given if id(op) not in ran]
+    return report_of(run.program, map(_decided, run.found.values()), not_run)
 
 
 def _decided(site: Site) -> Site:
     """Returns a contraction of a converted model with the decision of ``quantize_model``."""
-    there = getattr(site.module, site.name, None)
-    if isinstance(there, Fp8Op) and site.impossible is None:
-        return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
+    op, there = op_of(site), getattr(site.module, site.name, None)
+    if op is not None and site.impossible is None:
+        return site._replace(converts=True, recipe=op.recipe, reason=op._reason)
     if isinstance(there, LeftWide):
         return site._replace(reason=there.reason)
     if site.kernel is None or site.impossible is not None:

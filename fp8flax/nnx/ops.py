@@ -83,10 +83,6 @@ class Fp8Op(OpBase, nnx.Module):
             setattr(self, leaf.name, OverwriteWithGradient(array))
 
     @property
-    def _is_off(self) -> bool:
-        return self._on_op is None and super()._is_off
-
-    @property
     def _run(self) -> Callable[..., jax.Array]:
         return super()._run if self._on_op is None else partial(self._on_op, self)
 

@@ -1,12 +1,16 @@
 """An op of a converted model keeps its identity, whatever else a method computes."""
 
+import zlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
 from tests.cases import OWG, normal, variables_of
 from tests.models import ALL
 
@@ -128,6 +132,110 @@ def test_parts_that_differ_have_states_that_differ(change):
 
     variables = fp8.quantize_model(Parts(), **ALL).init(jax.random.key(0), normal(0, 4, 8))
     assert {name.removeprefix("Fp8DotGeneralOp_") for name in names(variables)} == set(PARTS)
+
+
+PARAMS = dict.fromkeys(("a-b-c", "a/b-c", "w", "w-T", "w-axis1-0-4", "T", "product_0"), 0)
+PARAMS |= {"a": {"b-c": 0}, "a-b": {"c": 0}}
+NAMED = {
+    "a-b~-c": lambda p: p["a"]["b-c"],
+    "a~-b-c": lambda p: p["a-b"]["c"],
+    "a~-b~-c": lambda p: p["a-b-c"],
+    "a~.b~-c": lambda p: p["a/b-c"],
+    "w": lambda p: p["w"],
+    "w-T": lambda p: p["w"].T,
+    "w~-T": lambda p: p["w-T"],
+    "w-axis1-0-4": lambda p: p["w"][:, :4],
+    "w~-axis1~-0~-4": lambda p: p["w-axis1-0-4"],
+    "w-~T": lambda p: jnp.concatenate([p["w"], p["T"]], 1),
+    "~product_0": lambda p: p["product_0"],
+}
+
+
+class Named(nn.Module):
+    """Products with kernels whose names have the characters that separate the parts of an op's name."""
+
+    @nn.compact
+    def __call__(self, x):
+        of = {name: jax.tree.map(lambda _: jnp.ones((8, 8)), tree) for name, tree in PARAMS.items()}
+        params = {name: self.param(name, lambda key, tree=tree: tree) for name, tree in of.items()}
+        return [x @ kernel(params) for kernel in NAMED.values()]
+
+
+def test_no_two_kernels_have_one_name():
+    model8, x = fp8.quantize_model(Named(), **ALL, products=True), normal(0, 4, 8)
+    variables = variables_of(model8, x)
+    assert names(variables) == sorted(f"Fp8DotGeneralOp_{name}" for name in NAMED)
+    grads = fp8.grad(lambda v: sum(map(jnp.sum, model8.apply(v, x))))(variables)
+    for name, kernel in NAMED.items():
+        history = grads[OWG][f"Fp8DotGeneralOp_{name}"]["kernel_amax_history"]
+        assert history[0] == np.max(np.abs(kernel(variables["params"]))), name
+    assert len(fp8.report(model8, x).rows) == len(NAMED)
+
+
+class Outer(nn.Module):
+    """A layer with a kernel of its own and one of its parent; both are ``w`` in their modules."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x, outer):
+                return x @ outer @ self.param("w", init, (8, 8))
+
+        return Inner(name="inner")(x, self.param("w", init, (8, 8)))
+
+
+def test_a_kernel_of_another_module_with_the_same_name():
+    with pytest.raises(ValueError, match="'inner' multiplies by 'w' and by 'inner/w'.*exclude='.inner/w.'"):
+        fp8.quantize_model(Outer(), **ALL).init(jax.random.key(0), normal(0, 4, 8))
+    model8 = fp8.quantize_model(Outer(), **ALL, exclude="^inner/w$")
+    assert list(variables_of(model8, normal(0, 4, 8))[OWG]["inner"]) == ["Fp8DotGeneralOp_w"]
+
+
+class SameAttributes(nnx.Module):
+    """Kernels whose ops would have one name after each ``-`` has become an ``_``."""
+
+    def __init__(self):
+        self.a, self.b, self.a_b, b_c, c = (
+            nnx.Param(jnp.full((8, 8), n)) for n in (2.0, 3.0, 4.0, 5.0, 6.0)
+        )
+        self.m, self.m_b = nnx.Dict(b_c=b_c), nnx.Dict(c=c)
+
+    def __call__(self, x):
+        joined = jnp.concatenate([self.a, self.b], 1)
+        return sum(jnp.sum(x @ w) for w in (joined, self.a_b, self.m.b_c, self.m_b.c))
+
+
+def test_no_two_kernels_have_one_attribute():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(SameAttributes(), x, **ALL)
+    grads = fp8nnx.grad(lambda m: m(x))(nnx.merge(*nnx.split(model8)))
+    ops = {name: grads[name]["kernel_amax_history"][...][0] for name in grads if name.startswith("fp8")}
+    assert ops == {"fp8_a_b": 4, "fp8-a-b": 3, "fp8_m_b_c": 5, "fp8-m_b-c": 6}
+    rows = fp8.report(model8, x).rows
+    assert sorted(row.kernel for row in rows if row.converted) == ["a", "a_b", "m/b_c", "m_b/c"]
+
+
+def test_layers_whose_names_have_the_same_checksum():
+    """Names identify: a table by ``zlib.crc32`` of a name would count these two layers as one."""
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="fc_haiunkvaq")(nn.Dense(8, name="fc_kbiezyelt")(x))
+
+    class Two2(nnx.Module):
+        def __init__(self):
+            self.fc_kbiezyelt, self.fc_haiunkvaq = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in "ab")
+
+        def __call__(self, x):
+            return self.fc_haiunkvaq(self.fc_kbiezyelt(x))
+
+    assert zlib.crc32(b"fc_haiunkvaq") == zlib.crc32(b"fc_kbiezyelt")
+    x = normal(0, 4, 8)
+    for model8 in (fp8.quantize_model(Two(), **ALL), fp8.quantize_model(Two2(), x, **ALL)):
+        report = fp8.report(model8, x)
+        assert [(row.path, row.count) for row in report.rows] == [("fc_kbiezyelt", 1), ("fc_haiunkvaq", 1)]
 
 
 class SignGrad(nn.Module):

@@ -20,7 +20,7 @@ CURRENT, MX = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()
 
 def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **changes):
     options = {
-        "path": path,
+        "path": tuple(path.split("/")),
         "module": module or nn.Dense(n),
         "kernel": kernel and f"{path}/{kernel}",
         "op": DotGeneral,
