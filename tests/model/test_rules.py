@@ -176,7 +176,7 @@ class TestReport:
         assert reasons[3] == "left by the rule 'value'"
         assert reasons[2] == reasons[4] == "a product of two activations (products=True converts them)"
         assert result.rows[0].flops == 2 * 64 * 1024 * 1024
-        assert (result.rows[5].count, "lax.scan" in reasons[5]) == (2, True)
+        assert (result.rows[5].count, "inside of scan" in reasons[5]) == (2, True)
         total = 2 * 64 * (1024 * 1024 + 1024 * 512 + 4 * 512 * 512 + 2 * 64 * 512)
         assert result.fp8_share == pytest.approx(2 * 64 * (1024 * 1024 + 1024 * 512) / total)
         text = str(result)
