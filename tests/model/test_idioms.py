@@ -107,6 +107,33 @@ def test_methods():
         assert jax.tree.structure(captured) == jax.tree.structure(expected)
 
 
+class Contractions(nn.Module):
+    """Contractions that an op would compute with other operands, axes or precisions."""
+
+    @nn.compact
+    def __call__(self, x):
+        w, v = (self.param(name, nn.initializers.lecun_normal(), (8, 16, 32)) for name in "wv")
+        y = jnp.einsum("oij,bij->bo", x, w, precision=("highest", "default"))
+        return y + fp8.Fp8Einsum()("oij,bij->bo", x, v)
+
+
+def test_switched_off_is_bit_equal():
+    model, x = Contractions(), normal(3, 24, 16, 32)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = variables_of(model8, x)
+    w, v = (variables["params"][name] for name in "wv")
+
+    def plain(x):
+        y = jnp.einsum("oij,bij->bo", x, w, precision=("highest", "default"))
+        return y + jnp.einsum("oij,bij->bo", x, v)
+
+    assert (model8.apply(variables, x) != plain(x)).any()
+    with fp8.autocast(enabled=False):
+        np.testing.assert_array_equal(model8.apply(variables, x), plain(x))
+        np.testing.assert_array_equal(jax.jit(model8.apply)(variables, x), jax.jit(plain)(x))
+        assert OWG not in model8.init(KEY, x)
+
+
 class Looped(nn.Module):
     """A model whose main method is a loop."""
 
