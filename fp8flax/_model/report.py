@@ -21,7 +21,7 @@ from fp8flax._core.tables import table_lines
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.ops import row_of
 from fp8flax._model.converted_call import Call
-from fp8flax._model.interception import HANDLED
+from fp8flax._model.interception import HANDLED, scope_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, trace_apply
@@ -149,16 +149,16 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     decided: dict[Hashable, Site] = {}
     counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
     shapes = eval_init(counted, args, kwargs)
-    return report_of(trace_apply(counted, shapes, args, kwargs), decided.values())
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
-def report_of(program: Any, sites: Iterable[Site], not_run: Iterable[str] = ()) -> ModelReport:
+def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in its ``Site.scope``. ``not_run`` are the paths of ops that did not
-    run.
+    In ``program`` each contraction is in the scope ``scope_in(sites, site)``. ``not_run`` are the paths of
+    ops that did not run.
     """
-    decided = {site.scope: site for site in sites}
+    decided = {scope_in(sites, site): site for site in sites.values()}
     counts: Counter[tuple[Any, GemmSizes]] = Counter()
     for one in equations(program):
         row = row_of(one.eqn.primitive)

@@ -34,10 +34,10 @@ from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module
+from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Rules, Site, record
+from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
@@ -139,12 +139,13 @@ class ModuleCall(Interception):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        nodes = nodes_of(module, nnx.Module, nnx.Param)
+        nodes = nodes_of(module, nnx.Module, nnx.Variable)
         self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
         """The modules that are a part of the call, with their paths, by their identities."""
-        self._params = {path: x for path, x in nodes.items() if isinstance(x, nnx.Param)}
-        for x in self._params.values():
-            if isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
+        self._variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
+        for x in self._variables.values():
+            is_param = isinstance(x, nnx.Param)
+            if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
@@ -159,8 +160,10 @@ class ModuleCall(Interception):
             return
         # Transformations of NNX write new arrays into the variables.
         path, _ = self.modules[id(module)]
-        below = ((keys, x) for keys, x in self._params.items() if keys[: len(path)] == path)
-        self.origins.add((keys, x.get_value()) for keys, x in below)
+        for keys, x in self._variables.items():
+            if keys[: len(path)] == path:
+                kind = "" if isinstance(x, nnx.Param) else f"a variable of the type {type(x).__name__}"
+                self.origins.add([(keys, x.get_value())], kind)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             with in_module(module._fp8_path if self._dry_run else None):
@@ -246,7 +249,7 @@ class DryRun:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
-        """The contractions by their keys. Each is computed in its ``Site.scope``."""
+        """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.called: dict[tuple[str, ...], Site] = {}
         """The contractions of layers whose field the call has called, by the paths of the layers."""
         self.custom_vjps: list[bool] = []
@@ -281,13 +284,13 @@ class DryRun:
     def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
         self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
-        with jax.named_scope(record(self.found, site).scope):
+        with jax.named_scope(self._record(site)):
             return _plain(site.op)(*args, **kwargs)
 
     def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
-        with jax.named_scope(record(self.found, site).scope):
+        with jax.named_scope(self._record(site)):
             return op.row.plain(*args, **kwargs)
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
@@ -303,10 +306,15 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
-        return record(self.found, site).scope
+        return self._record(site)
+
+    def _record(self, site: Site) -> str:
+        """Records a contraction, and returns the scope to compute it in."""
+        self.found[site.key] = site
+        return scope_in(self.found, site)
 
 
-def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
+def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
     if converted := ["/".join(path) for path, op in given.items() if op._reason]:
@@ -315,7 +323,7 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
             "comes from quantize_model. Call it once, on the whole model, with all rules at once."
         )
     copy: Any = nnx.clone(model)
-    decided = [options.decide(site) for site in _contractions(copy, inputs)]
+    decided = [options.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
     options.check(decided, has_ops=bool(given))
     is_done = set[tuple[int, str]]()
     has_written_out = any(site.converts and site.name != site.op.nnx_field for site in decided)
@@ -337,12 +345,12 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
     return copy
 
 
-def _contractions(model: Any, inputs: Sequence[Any]) -> Iterator[Site]:
+def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site]:
     """Yields the contractions of a model: those of a call with these inputs, if there are inputs.
 
     A layer of Flax that the call does not reach is also there, because another method may call it.
     """
-    run = DryRun(model, inputs, {}) if inputs else None
+    run = DryRun(model, inputs, keyword_inputs) if inputs or keyword_inputs else None
     for layer in layers_of(model):
         is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
         if run is None:
@@ -374,7 +382,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     run = DryRun(model, args, kwargs)
     ran = {id(op_of(site)) for site in run.found.values()}
     not_run = [op._scope for op in given if id(op) not in ran]
-    return report_of(run.program, map(_decided, run.found.values()), not_run)
+    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()}, not_run)
 
 
 def _decided(site: Site) -> Site:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
@@ -20,6 +21,9 @@ from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
+from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.param_origin import Origin
+from fp8flax._model.rules import Site
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
@@ -84,7 +88,7 @@ class Fp8Op(OpBase, nnx.Module):
 
     @property
     def _run(self) -> Callable[..., jax.Array]:
-        return super()._run if self._on_op is None else partial(self._on_op, self)
+        return super()._run if self._on_op is None else functools.partial(self._on_op, self)
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
@@ -118,6 +122,41 @@ class Fp8Op(OpBase, nnx.Module):
         return variable.get_value(), where
 
 
+class _PlainCall(Interception):
+    """One call of the function of JAX that an op stands for; the op computes its contraction."""
+
+    def __init__(self, op: Fp8Op, kernel: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.frames.append(Frame(op, ""))
+        self.origins.add([(("kernel",), kernel)])
+
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
+        """Computes the contraction with the kernel by the op, and the others as they are."""
+        return "beside" if kernel is None else by(self.op._run)
+
+
+_CODE = lax.dot_general.__code__
+"""JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
+
+
+def _beside_others(call: Any) -> Any:
+    """Returns the ``__call__`` of an op, which lets code that has replaced a function of JAX take part.
+
+    Qwix takes the innermost ``self`` that is a module for the layer, so the op has another name here.
+    """
+
+    @functools.wraps(call)
+    def run(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        if lax.dot_general.__code__ is _CODE:
+            return call(op, *args, **kwargs)
+        is_einsum = op.row is Einsum
+        with _PlainCall(op, args[1 + is_einsum]).watching():
+            return (jnp.einsum if is_einsum else op.row.plain)(*args, **kwargs)
+
+    return run
+
+
 class Fp8DotGeneralOp(Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
@@ -144,7 +183,7 @@ class Fp8DotGeneralOp(Fp8Op):
     """
 
     row = DotGeneral
-    __call__ = DotGeneral.__call__
+    __call__ = _beside_others(DotGeneral.__call__)
 
 
 class Fp8Einsum(Fp8Op):
@@ -158,7 +197,7 @@ class Fp8Einsum(Fp8Op):
     """
 
     row = Einsum
-    __call__ = Einsum.__call__
+    __call__ = _beside_others(Einsum.__call__)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -174,7 +213,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """
 
     row = Conv
-    __call__ = Conv.__call__
+    __call__ = _beside_others(Conv.__call__)
 
 
 class Fp8RaggedDotOp(Fp8Op):
