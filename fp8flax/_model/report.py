@@ -29,11 +29,6 @@ from fp8flax._model.wrapped_module import convert, trace_apply
 NOT_RUN = "its op did not run in this call"
 """The reason in reports for an FP8 op of a model that the call does not reach, or computes without."""
 
-PLACES = {"remat2": "jax.checkpoint"} | dict.fromkeys(
-    ("custom_jvp_call", "custom_vjp_call"), "a function with a derivative of its own"
-)
-"""What to call a function that a contraction is inside of, instead of the name of its primitive."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -114,8 +109,8 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
     under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
     contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
-    not known. All branches of a condition count. Linen layers that have an FP8 op by themselves are not
-    listed.
+    not known. All branches of a condition count. The report says FP8 only of ops that ran in this call. All
+    other contractions count, too, each with a reason, wherever they are.
 
     What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
 
@@ -193,5 +188,6 @@ def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] 
 
 def _reason(inside: Sequence[str]) -> str:
     """Returns why a contraction inside of these primitives is not converted."""
-    name = next((name for name in reversed(inside) if name != "jit"), "a jitted function")
-    return f"inside of {PLACES.get(name, name)}, into which quantize_model does not look"
+    name = next((name for name in reversed(inside) if name != "jit"), "a function")
+    name = name.replace("remat2", "checkpoint").removesuffix("_call")
+    return f"inside of {name}, into which quantize_model does not look"

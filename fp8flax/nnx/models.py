@@ -325,15 +325,14 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
     copy: Any = nnx.clone(model)
     decided = [options.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
     options.check(decided, has_ops=bool(given))
-    is_done = set[tuple[int, str]]()
-    has_written_out = any(site.converts and site.name != site.op.nnx_field for site in decided)
-    for site in sorted(decided, key=lambda site: not site.converts):  # several may have one place
-        if has_written_out and site.name != site.op.nnx_field:
-            watch(site.module)
-        place, is_kept = (id(site.module), site.name), not site.converts or site.pattern == DEFAULT
-        if place in is_done or (op_of(site) is not None and is_kept):
-            continue  # an op from here, or one that the user gave
-        is_done.add(place)
+    written_out = [site for site in decided if site.name != site.op.nnx_field]
+    for site in written_out if any(site.converts for site in written_out) else ():
+        watch(site.module)
+    # Several contractions may have one place. One that is converted comes last, and decides.
+    places = {(id(x.module), x.name): x for x in sorted(decided, key=lambda x: x.converts)}
+    for site in places.values():
+        if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
+            continue  # the op that the user gave
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
         elif site.impossible is None:
