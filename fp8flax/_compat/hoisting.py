@@ -5,7 +5,8 @@ computed only once. XLA does not move this computation out of the loop by itself
 
 Internals: ``jax._src.interpreters.partial_eval``, whose ``partial_eval_jaxpr_custom`` splits a program into
 a part that depends on known operands only, and the rest. (``jax.checkpoint`` splits a forward pass by the
-same function.) ``jax.extend.core``, to run both parts.
+same function.) ``NamedAxisEffect`` of ``jax._src.core``, which is no side effect. ``jax.extend.core``, to
+run both parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import core
 from jax._src.interpreters import partial_eval
 from jax.extend.core import jaxpr_as_fun
 
@@ -29,6 +31,9 @@ def hoisted(
     """
     fixed, varying = jax.tree.leaves(invariant), jax.tree.leaves(example)
     closed, out = jax.make_jaxpr(f, return_shape=True)(invariant, example)
+    if any(not isinstance(effect, core.NamedAxisEffect) for effect in closed.effects):
+        # A side effect of a known value, such as a print, would not happen once in each iteration.
+        return lambda varying: f(invariant, varying)
     is_unknown = [False] * len(fixed) + [True] * len(varying)
     try:
         known, rest, *_ = partial_eval.partial_eval_jaxpr_custom(

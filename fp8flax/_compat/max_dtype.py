@@ -244,11 +244,18 @@ def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
 
 _lock = threading.Lock()
 _num_differentiating = 0
+_ADVICE = (
+    "Inside of a gradient the FP8 scaling state is no number. Pass it on to the model unchanged. Compute "
+    "norms, penalties and casts of the parameters alone: variables['params'] in Linen, nnx.Param in NNX. "
+    "If jax.shard_map has check_vma=False, take the gradient inside, and call fp8flax.pmean_gradients."
+)
 
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[None]:
     """A context in which arrays of a ``MaxDtype`` can be sliced in a differentiated function.
+
+    JAX's errors about the dtype, which users do not know, become a ``TypeError`` that says what to do.
 
     An unrolled loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is
     switched off. JAX pads the cotangent of a slice with a zero from NumPy, which has no extended dtypes. A
@@ -261,6 +268,10 @@ def differentiating() -> Iterator[None]:
         ad.fancy_transposes[lax.slice_p] = _transpose_slice
     try:
         yield
+    except Exception as error:
+        if _ADVICE in str(error) or repr(fp32_max_grad) not in str(error):
+            raise
+        raise TypeError(f"{_ADVICE} JAX's error: {error}") from error
     finally:
         with _lock:
             _num_differentiating -= 1

@@ -73,4 +73,5 @@ def reported(receive: Callable[..., Any], label: Hashable, *numbers: jax.Array) 
     numbers, of size 1 to those that have no batch. JAX's caches keep ``receive`` alive: it must be a
     function of a module.
     """
-    return _report_p.bind(*map(lax.stop_gradient, numbers), receive=receive, label=label)  # type: ignore[no-any-return]
+    result: jax.Array = _report_p.bind(*map(lax.stop_gradient, numbers), receive=receive, label=label)
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 import threading
 import weakref
@@ -38,13 +39,18 @@ _ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDiction
 """The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
 
 
+_entered = threading.local()
+"""Each thread has a list ``settings`` here: the JAX contexts that it has entered, from the outermost."""
+
+_of_task: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
+"""The JAX contexts that an asyncio task has entered, and those under which it was created."""
+
+
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
 
     def __init__(self, recipe: Any) -> None:
         self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
-        self._local = threading.local()
-        """Each thread has its own list ``settings`` here: JAX's contexts, from the outermost."""
 
     def __call__(self, func: Any) -> Any:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -57,19 +63,29 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
+        settings = vars(_entered).setdefault("settings", [])
+        if settings and settings[-1] not in _of_task.get():
+            raise RuntimeError(
+                f"Another asyncio task of this thread is suspended under autocast. {_REMEDY}"
+            )
         setting = _jit_key(self._ambient)
         setting.__enter__()
-        vars(self._local).setdefault("settings", []).append(setting)
+        settings.append(setting)
+        _of_task.set((*_of_task.get(), setting))
 
     def __exit__(self, *error: object) -> None:
         if _jit_key.value is not self._ambient:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "
                 "task or a generator was suspended under autocast, while other code of the thread entered "
-                "or left it. Leave autocast before each await and yield, or give the ops a recipe of their "
-                "own."
+                f"or left it. {_REMEDY}"
             )
-        self._local.settings.pop().__exit__(*error)
+        setting = _entered.settings.pop()
+        setting.__exit__(*error)
+        _of_task.set(tuple(x for x in _of_task.get() if x is not setting))
+
+
+_REMEDY = "Leave autocast before each await and yield, or give the ops a recipe of their own."
 
 
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:
@@ -98,7 +114,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     Raises:
         TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
             decorated function is a generator or a coroutine function.
-        RuntimeError: a thread leaves another context than the last one that it has entered.
+        RuntimeError: on entering, another asyncio task of the thread is suspended under ``autocast``; or a
+            thread leaves another context than the last one that it has entered.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

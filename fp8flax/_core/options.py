@@ -75,8 +75,7 @@ def check_optimizer(tx: Any) -> None:
 
 def check_function(name: str, value: Any, example: str) -> None:
     """Raises ``TypeError`` if an argument is not a function, but for instance a model of Flax."""
-    modules = [base.__module__ for base in type(value).__mro__ if base.__name__ == "Module"]
-    is_model = any(module.startswith("flax.") for module in modules)
+    is_model = any(x.__name__ == "Module" and x.__module__.startswith("flax.") for x in type(value).__mro__)
     if is_model or not callable(value):
         raise TypeError(f"{name} must be a function, such as {example}; got {type(value).__name__}.")
 

@@ -93,18 +93,16 @@ class Recipe:
     """The dtypes of the forward and the backward pass; None if the recipe has other dtypes."""
 
     def __post_init__(self) -> None:
-        _check_class(self)
+        check_recipe(self)  # computes ``gemms``: the quantizers and GemmRecipe check the fields
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         if not isinstance(self.fp8_format, Format):
             raise TypeError(
                 f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
                 f"got {self.fp8_format!r}."
             )
-        _ = self.gemms  # the quantizers and GemmRecipe check the other fields
-
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        assert self.fp8_format is not None  # a recipe without a format has ``gemms`` of its own
         x, w = self._quantizers(self.fp8_format.forward_dtype)
         g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
         # Block scales have no choice: they accumulate in float32.
@@ -435,18 +433,13 @@ _RECIPES = (
 )
 
 
-def _check_class(recipe: Any) -> None:
-    """Raises ``TypeError`` if the class of a recipe is not one of the six."""
+def check_recipe(recipe: Any) -> CustomRecipe:
+    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the six."""
     # A subclass could add fields that jit's cache key does not compare.
     if type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
         )
-
-
-def check_recipe(recipe: Any) -> CustomRecipe:
-    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the six."""
-    _check_class(recipe)
     gemms: CustomRecipe = recipe.gemms
     return gemms

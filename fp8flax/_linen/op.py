@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,9 +14,26 @@ import jax.numpy as jnp
 
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, RNG
-from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
+from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import call_of
+
+
+def called(op: type[Op]) -> Callable[..., jax.Array]:
+    """Returns the ``__call__`` of a Linen op, which refuses an instance in the place of the class."""
+
+    @nn.compact
+    @functools.wraps(op.__call__)
+    def call(self: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
+        if not (args or kwargs):
+            name = type(self).__name__
+            raise TypeError(
+                f"An instance of {name} was called without operands, as a layer calls a class. Give the "
+                f"layer the class: dot_general_cls={name}, or functools.partial({name}, recipe=…)."
+            )
+        return op.__call__(self, *args, **kwargs)
+
+    return call
 
 
 class Fp8Op(OpBase, nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
-
 from fp8flax._core.formats import Format
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
@@ -13,7 +11,7 @@ from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.op import Fp8Op, called
 
 
 class Fp8DotGeneralOp(Fp8Op):
@@ -57,7 +55,7 @@ class Fp8DotGeneralOp(Fp8Op):
 
     row = DotGeneral
     form: str = "direct"
-    __call__ = nn.compact(DotGeneral.__call__)
+    __call__ = called(DotGeneral)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -117,7 +115,7 @@ class Fp8Einsum(Fp8Op):
 
     row = Einsum
     form: str = "direct"
-    __call__ = nn.compact(Einsum.__call__)
+    __call__ = called(Einsum)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -154,7 +152,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """
 
     row = Conv
-    __call__ = nn.compact(Conv.__call__)
+    __call__ = called(Conv)
 
 
 class Fp8RaggedDotOp(Fp8Op):
@@ -187,7 +185,7 @@ class Fp8RaggedDotOp(Fp8Op):
     """
 
     row = RaggedDot
-    __call__ = nn.compact(RaggedDot.__call__)
+    __call__ = called(RaggedDot)
 
 
 OPS: dict[type[Op], type[Fp8Op]] = {

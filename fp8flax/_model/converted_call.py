@@ -43,9 +43,9 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import Frame, Interception, scope_in
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Site, record
+from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
@@ -57,7 +57,7 @@ class Call(Interception):
     """One call of a converted model by code outside of the model.
 
     If there is ``counted``, it gets the contractions with the decisions by their keys. Each contraction
-    is then computed in its ``Site.scope``, and none is converted.
+    is then computed in the scope that ``scope_in`` returns, and none is converted.
     """
 
     on_op: Any = None
@@ -74,8 +74,8 @@ class Call(Interception):
         """The contractions with the decisions about them, by their keys."""
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
-        self._kernels: dict[Path, Any] = {}
-        """The parameters that each op multiplies with, by the path of the op."""
+        self._kernels: dict[Path, str | None] = {}
+        """``Site.kernel`` of each op, by the path of the op."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them."""
@@ -106,12 +106,12 @@ class Call(Interception):
             return split(_variables_of(scope))
 
         def put_variable(collection: str, name: str, value: Any) -> None:
-            """Makes a variable, which may be a parameter."""
+            """Makes a variable."""
             type(scope).put_variable(scope, collection, name, value)
-            self._add_params(scope, {collection: {name: value}})
+            self._add_variables(scope, {collection: {name: value}})
 
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
-            self._add_params(scope.root, _variables_of(scope.root))
+            self._add_variables(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
         try:
             with having(scope, variables=variables, put_variable=put_variable), self.watching():
@@ -140,12 +140,13 @@ class Call(Interception):
         with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
-    def _add_params(self, scope: Any, variables: Mapping[str, Any]) -> None:
-        """Records the parameters among the variables in a scope, if they are those of the model."""
-        if call_of(scope) is self:
-            params = nn.meta.unbox(variables.get(PARAMS, {}))
-            leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-            self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
+    def _add_variables(self, scope: Any, variables: Mapping[str, Any]) -> None:
+        """Records the variables in a scope, if they are those of the model."""
+        names = sorted(variables, key=lambda name: name != PARAMS)  # one array may be in two collections
+        for collection in names if call_of(scope) is self else ():
+            kind = "" if collection == PARAMS else f"a variable of the collection {collection!r}"
+            leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(variables[collection]))[0]
+            self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
 
     # How a contraction is computed.
 
@@ -156,9 +157,11 @@ class Call(Interception):
         fields = "dot_general_cls", "conv_general_dilated_cls"
         is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
         if is_layer and kernel is not None:
-            # A layer of Flax has one contraction. The op has the name of an op that is given by hand.
-            is_own = any(x.path == (*scope.path, "kernel") for x in kernel.sources)
-            name = "0" if is_own or type(module).__module__.startswith("flax.") else name
+            # A layer of Flax has one contraction. The op has the name of an op that is given by hand. (But
+            # other code may have added parameters, such as Qwix's kernel_lora_a.)
+            own = [x.path[-1] for x in kernel.sources if x.path[:-1] == scope.path]
+            is_flax = type(module).__module__.startswith("flax.") and not own
+            name = "0" if is_flax or "kernel" in own else name
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
         elif call_of(scope) is not self:
@@ -172,18 +175,17 @@ class Call(Interception):
         site = rules.decide(site)
         pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
         # A module has a scope, which must not outlive its trace.
-        known = record(self.decided, site._replace(module=type(module), pattern=pattern))
+        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
         if self.is_counting:
-            return known.scope
+            return scope_in(self.decided, site)
         if not site.converts:
             return NOT_CONVERTED
-        used = [(x.path, x.part) for x in kernel.sources] if kernel else []
-        if (known := self._kernels.setdefault((*scope.path, site.name), used)) != used:
-            one, another = ("/".join(kernels[0][0]) for kernels in (known, used))
+        known = self._kernels.setdefault((*scope.path, site.name), site.kernel)
+        if known != site.kernel:
             raise ValueError(
-                f"{site.place or 'The model'!r} multiplies by {one!r} and by {another!r}, and both kernels "
+                f"{site.place or 'The model'!r} multiplies by {known!r} and by {site.kernel!r}. Both "
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
-                f"quantize_model(model, exclude={f'^{re.escape(another)}$'!r})."
+                f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
         options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,11 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9]+)\b")
 
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
 text."""
+
+
+def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
+    """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
+    return f"{COUNTED}{[*sites].index(site.key)}"
 
 
 @dataclasses.dataclass
@@ -114,6 +119,7 @@ class Interception:
             is_matmul=row.is_matmul(lhs, rhs, *arguments),
             impossible=impossible,
             name=name,
+            product=self.origins.note(lhs, rhs) if kernel is None else "",
             is_swapped=restore is not None,
             in_custom_vjp=any(self.custom_vjps),
         )

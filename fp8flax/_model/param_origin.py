@@ -55,6 +55,14 @@ class Origin(NamedTuple):
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
     None if arithmetic made the value, or it does not hold each element of the parameter once."""
+    note: str = ""
+    """What the value is, if it can be no kernel although no input of the model is in it."""
+
+    @property
+    def text(self) -> str:
+        """What a value is that is computed from the value in any way; empty for numbers and inputs."""
+        path = "/".join(self.sources[0].path) if self.sources else ""
+        return f"a kernel that is computed from {path}" if path else self.note
 
     @property
     def is_one_parameter(self) -> bool:
@@ -145,7 +153,10 @@ NUMBER = Origin(part="")
 """The origin of a number in the source of the model, and of what is computed from numbers."""
 
 COMPUTED = Origin()
-"""Stands for the origin of a value that is computed from parameters and other values."""
+"""Stands for the origin of a value that is computed from parameters and inputs of the model."""
+
+CONSTANT = Origin(part="", note="a constant")
+"""The origin of an array in the source of the model."""
 
 
 class ParamOrigins:
@@ -160,36 +171,54 @@ class ParamOrigins:
         _, found = self._known.get(id(value), (None, COMPUTED))
         return found if found.sources else None
 
-    def _what_is(self, value: Any) -> Origin | None:
-        """Returns the origin of a value; or ``COMPUTED``, or None if no parameter is in it."""
+    def note(self, *operands: Any) -> str:
+        """Returns what the first operand is that no input of the model is in; empty if there is none."""
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
+        for origin in (self._what_is(x, is_traced) for x in operands):
+            if origin is not None and origin != COMPUTED and not origin.sources:
+                return origin.note or CONSTANT.note
+        return ""
+
+    def _what_is(self, value: Any, is_traced: bool = False) -> Origin | None:
+        """Returns the origin of a value; None if no parameter is in it, and an input of the model may be.
+
+        In a primitive that ``is_traced``, an array that is not traced is no input.
+        """
         if id(value) in self._known:
             return self._known[id(value)][1]
-        return None if isinstance(value, jax.Array) or np.ndim(value) else NUMBER
+        if not (isinstance(value, jax.Array) or np.ndim(value)):
+            return NUMBER
+        return CONSTANT if is_traced and not isinstance(value, jax.core.Tracer) else None
 
     def _set(self, value: Any, origin: Origin) -> None:
         known, key = self._known, id(value)
         known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
 
-    def add(self, params: Iterable[tuple[tuple[str, ...], Any]]) -> None:
-        """Records arrays as parameters, each with its path, if they are not known yet."""
-        for path, leaf in params:
+    def add(self, arrays: Iterable[tuple[tuple[str, ...], Any]], kind: str = "") -> None:
+        """Records arrays as parameters, or variables of another kind, by their paths, if not known yet."""
+        for path, leaf in arrays:
             if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
+                known = self._what_is(leaf)
                 # ``nn.map_variables`` may have computed the parameter.
-                steps = None if self._what_is(leaf) == COMPUTED else ()
+                steps = None if known is not None and known.part is None else ()
                 axes = tuple(range(len(leaf.shape)))
-                self._set(leaf, Origin((Source(path, leaf.shape),), "", axes, steps))
+                param = Origin((Source(path, leaf.shape),), "", axes, steps)
+                self._set(leaf, Origin(part="", note=f"{'/'.join(path)}, {kind}") if kind else param)
 
     def follow(
         self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
     ) -> None:
         """Records the origins of the results of a primitive, or of a function that is not looked into."""
-        known = [self._what_is(x) for x in operands]
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in results)
+        known = [self._what_is(x, is_traced) for x in operands]
         # A result may be an operand itself, which stays what it is.
         new = [(i, x) for i, x in enumerate(results) if all(x is not one for one in operands)]
-        if None in known or COMPUTED in known or primitive is None:
-            if any(one not in (None, NUMBER) for one in known):
-                for _, result in new:
-                    self._set(result, COMPUTED)
+        if primitive is None or any(one is None or not (one.sources or one == NUMBER) for one in known):
+            of_params = [one for one in known if one is not None and (one.sources or one.part is None)]
+            notes = [one.text for one in (*of_params, *known) if one is not None and one.text]
+            note = notes[0] if notes and None not in known and COMPUTED not in known else ""
+            for _, result in new if of_params or note else ():
+                self._set(result, Origin(part=None if of_params else "", note=note))
             return
         made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
         is_movement = primitive.name in MOVEMENTS and len(operands) == 1

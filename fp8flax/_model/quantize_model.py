@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._core.names import RNG
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
@@ -32,6 +36,7 @@ def quantize_model(
     allow_unmatched: bool = False,
     form: str = "direct",
     rngs: Any = None,
+    **keyword_inputs: Any,
 ) -> Any:
     """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
@@ -48,11 +53,11 @@ def quantize_model(
     A contraction that is written out with a parameter ``w`` has the state ``Fp8DotGeneralOp_w``, whatever
     else the method computes. ``…_qkv-axis1-0-64`` is the state of ``qkv[:, :64]``, and ``…_w-T`` that of a
     transpose. A kernel that is used twice in the same way has one state. Products of activations are
-    numbered.
+    numbered. What could be read in two ways has a ``~``: the state of a parameter ``w-T`` is ``…_w~-T``.
 
     **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
-    ``inputs``, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
-    and ``nnx.Conv``, also inside of other modules of NNX. With ``inputs``, one abstract call of the model
+    inputs, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
+    and ``nnx.Conv``, also inside of other modules of NNX. With inputs, one abstract call of the model
     also finds the contractions that modules write out. Their ops are attributes of the modules, such as
     ``fp8_w``. Each module gets its own ops, with fresh state, which is stacked if ``nnx.vmap`` stacked the
     module along the first axis. A layer with an op that you gave keeps it, unless ``rules`` or ``include``
@@ -92,8 +97,11 @@ def quantize_model(
         rngs: for an NNX model and a recipe with stochastic rounding: ``nnx.Rngs(fp8=seed)``, of which each
             op takes a stream. (A Linen model gets ``rngs={"fp8": key}`` in ``apply``.)
         products: whether to convert products of two activations too, such as the two of attention. Their
-            state is that of an op with the second activation as its kernel. A kernel in another collection
-            than ``params`` counts as an activation.
+            state is that of an op with the second activation as its kernel. A constant, a kernel that is
+            computed in another way than above, and one in another collection than ``params`` count as
+            activations; ``report`` says which it is.
+        **keyword_inputs: keyword inputs of an NNX model. An input with the name of an option, such as
+            ``rngs``, is passed by position.
 
     Returns:
         A Linen module of a subclass of ``type(model)``, equal for equal arguments; or a copy of the NNX
@@ -106,7 +114,8 @@ def quantize_model(
 
     Raises:
         TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, or is given
-            twice, ``products`` or ``allow_unmatched`` is not a bool, or a Linen model gets inputs.
+            twice, ``products`` or ``allow_unmatched`` is not a bool, a Linen model gets inputs, the inputs
+            are not those of the NNX model, or an option has the name of one of them.
         ValueError: ``model`` is bound, or converted already; a rule or ``form`` is not valid; a pattern
             matched nothing; nothing is converted; or an op would be inside of Flax's ``custom_vjp``. A
             Linen model raises the last three in ``init``.
@@ -128,7 +137,9 @@ def quantize_model(
     Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
     on an H100.)
     """
-    if inputs and (inputs[0] is None or isinstance(inputs[0], Recipe | str | type)):
+    # None is an input of an NNX model. A Linen model takes none.
+    of_recipes = (Recipe, str, type) if is_nnx(model) else (Recipe, str, type, NoneType)
+    if inputs and isinstance(inputs[0], of_recipes):
         if recipe is not None:
             raise TypeError(f"recipe must be given once; got {inputs[0]!r} and recipe={recipe!r}.")
         recipe, *inputs = inputs  # type: ignore[assignment]
@@ -142,14 +153,20 @@ def quantize_model(
         form=form,
     )
     if is_nnx(model):
-        return importlib.import_module("fp8flax.nnx.models").quantize(model, inputs, options, rngs)
+        if inputs or keyword_inputs:
+            given = {x.name for x in fields(options) if getattr(options, x.name) != x.default}
+            # nnx.Rngs(fp8=seed) is for FP8 ops only.
+            given |= set() if rngs is None or RNG in getattr(rngs, "__dict__", {}) else {"rngs"}
+            _check_inputs(model, inputs, keyword_inputs, given)
+        quantize = importlib.import_module("fp8flax.nnx.models").quantize
+        return quantize(model, inputs, keyword_inputs, options, rngs)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
         raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
-    if inputs or rngs is not None:
+    if inputs or keyword_inputs or rngs is not None:
         raise TypeError(
-            f"A Linen model takes no inputs in quantize_model; got {len(inputs)}. Its init gets them. (Its "
-            "apply gets rngs.)"
+            f"A Linen model takes no inputs in quantize_model; got {len(inputs)} and {[*keyword_inputs]}. "
+            "Its init gets them. (Its apply gets rngs.)"
         )
     if model.scope is not None:
         raise ValueError(
@@ -162,3 +179,17 @@ def quantize_model(
             "made from, with all rules at once."
         )
     return convert(model, options, Call)
+
+
+def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:
+    """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
+    signature = inspect.signature(type(model).__call__)
+    signature.bind(model, *inputs, **keyword_inputs)
+    by_position = signature.bind_partial(model, *inputs).arguments
+    for option in given & (signature.parameters.keys() - by_position):
+        raise TypeError(
+            f"{option}= is an option of quantize_model, and {type(model).__name__} has an input {option}. "
+            f"Pass the input by position, even if it is None: then {option}= is the option. ("
+            "rngs=nnx.Rngs(fp8=0) always is.) If the model takes it by keyword only, convert a module that "
+            "calls the model."
+        )

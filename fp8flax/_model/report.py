@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp8flax._core.tables import table_lines
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.ops import row_of
 from fp8flax._model.converted_call import Call
-from fp8flax._model.interception import HANDLED
+from fp8flax._model.interception import HANDLED, scope_in
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, trace_apply
@@ -140,15 +140,15 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     decided: dict[Hashable, Site] = {}
     counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
     shapes = eval_init(counted, args, kwargs)
-    return report_of(trace_apply(counted, shapes, args, kwargs), decided.values())
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
-def report_of(program: Any, sites: Iterable[Site]) -> ModelReport:
+def report_of(program: Any, sites: dict[Hashable, Site]) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in its ``Site.scope``.
+    In ``program`` each contraction is in the scope ``scope_in(sites, site)``.
     """
-    decided = {site.scope: site for site in sites}
+    decided = {scope_in(sites, site): site for site in sites.values()}
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for one in equations(program):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.names import COUNTED
 from fp8flax._core.ops.op import FORMS, GemmSizes, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
@@ -60,6 +59,8 @@ class Site(NamedTuple):
     """The reason why no FP8 op can compute the contraction; None if one can."""
     name: str = ""
     """The name of its op in the module."""
+    product: str = ""
+    """What one operand is, if there is no kernel and the operand is no activation either."""
     is_swapped: bool = False
     """Whether the kernel is the left operand in the model."""
     in_custom_vjp: bool = False
@@ -73,8 +74,6 @@ class Site(NamedTuple):
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
-    number: int = -1
-    """The number of the contraction in its model; ``record`` sets it."""
 
     @property
     def place(self) -> str:
@@ -85,18 +84,6 @@ class Site(NamedTuple):
     def key(self) -> Hashable:
         """What the contraction is known by, in each trace of the model."""
         return self.path, self.name, self.kernel, self.shapes, self.impossible
-
-    @property
-    def scope(self) -> str:
-        """The scope by which ``report`` finds the contraction in a program."""
-        return f"{COUNTED}{self.number}"
-
-
-def record(sites: dict[Hashable, Site], site: Site) -> Site:
-    """Records a contraction by its key, and returns it with its number, which is the same in each trace."""
-    known = sites.get(site.key)
-    sites[site.key] = site._replace(number=len(sites) if known is None else known.number)
-    return sites[site.key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +175,8 @@ class Rules:
         if site.impossible is not None:
             return site.impossible
         if site.kernel is None and not self.products:
-            return "a product of two activations (products=True converts them)"
+            product = f"with {site.product}" if site.product else "of two activations"
+            return f"a product {product} (products=True converts them)"
         if narrow := ", ".join(str(d) for d in site.dtypes if not is_wide_float(d)):
             return f"operands of {narrow}"
         if not is_default:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
@@ -11,6 +12,7 @@ import flax.core
 import flax.linen as nn
 import jax
 
+from fp8flax._compat.flax_context import running
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import CALL, call_of, having
 from fp8flax._linen.eval_init import program_of
@@ -25,13 +27,18 @@ def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
     Only its instances keep it alive (and JAX's registry, if they are pytrees). After the last one, the
     subclass and its key can be freed.
     """
-    for known in cast(list[Any], cls.__subclasses__()):
-        if vars(known).get("_fp8_made_by") == (make, *key):
-            return known
-    made: Any = make(cls, *key)
-    made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
-    made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
-    return made
+    with _LOCK:
+        for known in cast(list[Any], cls.__subclasses__()):
+            if vars(known).get("_fp8_made_by") == (make, *key):
+                return known
+        made: Any = make(cls, *key)
+        made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
+        made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
+        return made
+
+
+_LOCK = threading.RLock()
+"""Held while a subclass is found or made: Flax changes the bases of a dataclass while it makes one."""
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
@@ -137,7 +144,8 @@ def _as_method(model: Any, method: Any) -> Any:
     if own is not None and function in (name, own, own.__wrapped__):
 
         def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(bound, *args, **kwargs)
+            with running(bound):
+                result = own(bound, *args, **kwargs)
             inputs_of_calls(model)[name] = jax.tree.map(as_struct, (args, kwargs))
             return result
 

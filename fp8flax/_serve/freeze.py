@@ -63,16 +63,16 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
     at most cast, reshaped or transposed, and nothing else reads it. In NNX the matmul must be that of a
     layer of Flax. All other kernels stay wide, and their ops quantize them at each call: parts of
-    parameters, an embedding that is tied to the logits, kernels of convolutions and ragged dots, NVFP4
+    parameters, an embedding that is tied to the logits, kernels of convolutions, NVFP4
     kernels whose matmul does not sum over a multiple of 16 values, and stacked kernels in Linen whose shape
     does not show the axis of the stack, such as ``(8, 8, 4)``. A method of a Linen model that was not
     traced, and reads a stored kernel in another way, reads Inf.
 
     The scales are beside the kernel, in ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
     ``input_scale``, if it is fixed; in NVFP4 ``kernel_scale`` has a scale for 16 values of each output
-    feature, and ``kernel_tensor_scale`` multiplies them). Scales of stacked layers are stacked along the
-    first axes; in NNX, kernels must be, too. In NNX, kernels in FP8 and scales have the type
-    ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to restore into, call
+    feature, and ``kernel_tensor_scale`` multiplies them). Experts and stacked layers have scales of their
+    own, along the first axes; in NNX, kernels must be stacked along these, too. There, kernels in FP8 and
+    scales have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to restore into, call
     ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen Linen model has no ``init``.
 
     The frozen model has derivatives of any order with respect to its inputs and its wide parameters, as a

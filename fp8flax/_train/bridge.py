@@ -17,7 +17,7 @@ from jax.tree_util import KeyPath
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.state import check_state_dtype, on_device
-from fp8flax._core.state.tree import Places, flatten, path_str
+from fp8flax._core.state.tree import Places, flatten, history_axis, path_str
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
 
@@ -78,8 +78,11 @@ def add_fp8_state(
             "keep it, give the op the name that it has in the variables.",
             stacklevel=2,
         )
-    places = Places.of(paths, leaves)
-    axes, scales = {j: axis for (_, j), axis in zip(*places)}, {i for i, _ in places.pairs}
+    pairs = Places.of(paths, leaves).pairs
+    scales = {i for i, _ in pairs}
+    # The longer of two histories has one axis alone along which it can hold past amaxes.
+    longer = {j: max(old.get(paths[j], leaves[j]), leaves[j], key=lambda x: x.size) for _, j in pairs}
+    axes = {j: history_axis(leaves[i], longer[j]) for i, j in pairs}
     for i, (path, leaf) in enumerate(zip(paths, leaves)):
         fresh = np.full(leaf.shape, i in scales, leaf.dtype)
         leaves[i] = _fit(path, old[path], leaf, axes.get(i)) if path in old else jax.device_put(fresh)

@@ -115,7 +115,7 @@ def _filled(
     if not collection:  # an op that needs state has raised MissingStateError
         warnings.warn(
             "There is no scaling state, so nothing was calibrated. Recipes without delayed scaling need no "
-            "calibration. A model without FP8 ops must be converted first. Calibrate a model before freeze.",
+            "calibration. Convert a model without FP8 ops first. Calibrate a model before freeze.",
             stacklevel=3,
         )
     for k, (old, n) in enumerate(zip(states, numbers)):

@@ -102,15 +102,16 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     """Returns whether ``scale`` follows from one of ``amaxes``, for some FP8 dtype and margin.
 
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
-    two, and times a power of two, the margin. Or it is a power of two itself.
+    two, and times a power of two, the margin. Or it is a power of two itself. A margin that would make it
+    infinite makes it the largest number of float32.
     """
     largest = np.array([1.75, 1.875], np.float32) / 2
     # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
     mantissas = [jnp.frexp(amax / scale)[0] for amax in amaxes]
     follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in largest]
-    is_power_of_two = jnp.frexp(scale)[0] == 0.5
+    is_by_itself = (jnp.frexp(scale)[0] == 0.5) | (scale == jnp.finfo(jnp.float32).max)
     has_amax = functools.reduce(jnp.maximum, amaxes) > 0
-    return functools.reduce(jnp.logical_or, follows, is_power_of_two & has_amax)
+    return functools.reduce(jnp.logical_or, follows, is_by_itself & has_amax)
 
 
 def check_state(variables: Any, before: Any = None) -> None:
@@ -229,14 +230,14 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
     past = _normal(history[..., 1:])
     half = (past.shape[-1] + 1) // 2
     is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)
-    # After ``calibrate`` the scale follows from the newest amax, too.
+    # The amax can be any: the newest after ``calibrate``, or an older one if those after it are 0.
+    follows = ~is_young | (half <= 3) | _is_scale_of(scale, _normal(history)).any(-1, keepdims=True)
     largest = history.max(-1, keepdims=True, initial=0)
-    amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
-    follows = ~is_young | (half <= 3) | _is_scale_of(scale, *map(_normal, amaxes))
     moves = largest > 0
     if old is not None:
         follows &= _can_follow(old, new)
-        is_unchanged = (history == old.amax_history).all(-1, keepdims=True)
-        moves &= ~is_unchanged | (history == largest).all(-1, keepdims=True)
+        # A NaN or an Inf in the data leaves the history, but not the scale.
+        is_unchanged = (scale == old.scale) & (history == old.amax_history).all(-1, keepdims=True)
+        moves = ~is_unchanged | (moves & (history == largest).all(-1, keepdims=True))
     is_number = lax.is_finite(scale) & (scale > 0) & entries_are_numbers
     return {"is_no_number": ~is_number, "is_no_step": ~follows, "moves": moves}

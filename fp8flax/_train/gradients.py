@@ -58,14 +58,17 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         given, entered = list(args), list(args)
-        for i in {i % len(args) for i in positions if args}:  # JAX reports wrong positions.
+        places = {i % len(args) for i in positions if args}  # JAX reports wrong positions.
+        for i in places:
             check_no_train_state(args[i])
             # Inside of another value_and_grad the state has entered before. It is cast back, and enters
             # again without a derivative.
             given[i] = from_max(args[i])
             entered[i] = enter(given[i])
-        # JAX takes the dtype that merges by maximum for an integer.
+        # JAX takes the dtype that merges by maximum for an integer. Arguments without it are checked here.
         allows_int = allow_int or has_state(given)
+        if allows_int and not allow_int:
+            jax.eval_shape(jax.grad(lambda _: 0.0), [given[i] for i in places if not has_state(given[i])])
         jax_value_and_grad = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)
         with differentiating():
             value, grads = jax_value_and_grad(*entered, **kwargs)
@@ -111,16 +114,17 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     The scaling state is that of one call on all microbatches, and the gradients of parameters are averaged
     in float32: for a mean over examples and equal sizes, they are those of one large batch.
 
-    Kernels are quantized once for all microbatches. Meanwhile their codes stay in memory. Call the function
-    under ``jax.jit`` or ``nnx.jit``; otherwise each call compiles again.
+    Kernels are quantized once for all microbatches, unless ``fun`` has side effects, such as
+    ``jax.debug.print``. Meanwhile their codes stay in memory. Call the function under ``jax.jit`` or
+    ``nnx.jit``; otherwise each call compiles again.
 
     ``fun(variables, microbatch)`` returns a scalar, or with ``has_aux`` a pair ``(scalar, aux)``.
 
     Returns:
         A function of ``(variables, microbatches)`` with the results of ``value_and_grad``, but zeros as the
-        gradients of integers. The ``aux`` of all microbatches are stacked. For several arguments, pass a
-        tuple of them as ``variables``. The first dimension of each leaf of ``microbatches`` is their
-        number, as in ``jax.lax.scan``; ``jax.random.split`` makes a key for each.
+        gradients of integers, and ``float0`` of random keys. The ``aux`` of all microbatches are stacked.
+        For several arguments, pass a tuple of them as ``variables``. The first dimension of each leaf of
+        ``microbatches`` is their number, as in ``jax.lax.scan``; ``jax.random.split`` makes a key for each.
 
     Raises:
         ValueError: (when called) there is no microbatch, or the first dimensions differ.
@@ -199,11 +203,15 @@ def _empty_sum(leaf: jax.Array) -> jax.Array:
     """Returns the start of a sum in float32 or wider, or of a maximum in float32 for state."""
     if is_max_dtype(leaf):
         return jnp.full_like(to_floats(leaf), -jnp.inf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(leaf.shape)  # unused
     return jnp.zeros_like(leaf, dtype=jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
 
 
 def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
     """Returns the sum or the maximum in the dtype of ``leaf``."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
     return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 
 

@@ -48,11 +48,14 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ``nonfinite``: number of NaN and Inf
 
     ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop`` and ``jax.shard_map``.
-    All calls of ops with one path count as one op: repeated calls, layers that ``nn.scan`` or ``nn.vmap``
-    stacked, the devices of ``jax.shard_map``. A tensor enters two GEMMs; if its quantizers differ, as with
-    scales per block, all counts are over both. ``nn.jit`` traces equal layers once, so the first of them
-    has the numbers of all: measure without ``nn.jit``. A call without a gradient (``lax.stop_gradient``)
-    reports no ``output_grad``.
+    Each layer of a stack (``nn.scan``, ``nn.vmap``, ``lax.scan`` over kernels) has numbers of its own, and
+    its index behind the path: ``"blocks/Dense_0/Fp8DotGeneralOp_0[3]"``. In a loop the index counts the
+    calls of the forward pass, from 0; a call that ``lax.cond`` skips does not count. All calls with one
+    kernel count as one op: repeated calls, a loop over microbatches, the examples of ``jax.vmap``. So do
+    the devices of ``jax.shard_map``. A tensor enters two GEMMs; if its quantizers differ, as with scales
+    per block, all counts are over both. ``nn.jit`` traces equal layers once, so the first of them has the
+    numbers of all: measure without ``nn.jit``. A call without a gradient (``lax.stop_gradient``) reports no
+    ``output_grad``.
 
     Not covered are frozen models, ``in_qdq`` and ``out_qdq`` on their own, and ops of NNX models that do
     not come from ``fp8flax.nnx.quantize_model``, because they do not know their paths.
@@ -65,11 +68,13 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     Returns:
         A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
         ``print`` shows as a table. The path is that of an op in the model, such as
-        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``; the roles are ``input``, ``kernel`` and ``output_grad``.
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``, in a stack with the index of the layer; the roles are
+        ``input``, ``kernel`` and ``output_grad``.
 
     Raises:
         TypeError: ``fun`` is not a function; or (when called) it returns no scalar.
-        ValueError: (when called) no FP8 op was reached, or the call is inside of ``jax.jit``.
+        ValueError: (when called) no FP8 op was reached, or the call is inside of ``jax.jit``, of another
+            ``statistics`` or of ``calibrate``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -107,10 +112,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     return measure
 
 
-_BACKWARD = ("output_grad",)
-"""The roles in a report of a backward pass, see ``_core.ops.modes``."""
-
-
 def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
     """Returns the ``Numbers`` of each tensor, ``(records, numbers)``, by path, layer of a stack, and role.
 
@@ -118,16 +119,13 @@ def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
     """
     sums: dict[Any, list[np.ndarray]] = defaultdict(list)
     for (path, place, roles), device, _, numbers in reports:
-        if roles != _BACKWARD:
+        if roles != ("output_grad",):  # a forward pass
             sums[path, place, device].append(numbers[-1])
     # A loop whose kernel stays the same calls one layer several times.
-    is_stack = {
-        key: any(not np.array_equal(x, of_key[0], equal_nan=True) for x in of_key)
-        for key, of_key in sums.items()
-    }
+    is_stack = {key: len({x.tobytes() for x in of_calls}) > 1 for key, of_calls in sums.items()}
     found: dict[Any, set[Any]] = defaultdict(set)
     for (path, place, roles), device, call, numbers in reports:
-        if roles == _BACKWARD:
+        if roles == ("output_grad",):
             call = int(numbers[-1].ravel()[0])
         *kernels, _ = sums[path, place, device][call].shape
         for role, records in zip(roles, numbers):

@@ -179,5 +179,12 @@ class TrainState(flax.training.train_state.TrainState):
                 "Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}; for several "
                 "models one TrainState each, or one module around them."
             )
-        merging, opt_state = _MergingApply(apply_fn), tx.init(optimized)
+        try:
+            opt_state = tx.init(optimized)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "tx refuses the parameters. It gets variables['params'] alone, so make masks and labels "
+                f"for these, and not for all variables. Optax's error: {error}"
+            ) from error
+        merging = _MergingApply(apply_fn)
         return cls(step=0, apply_fn=merging, params=params, tx=tx, opt_state=opt_state, **kwargs)

@@ -29,10 +29,10 @@ from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.interception import Frame, Interception, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
-from fp8flax._model.rules import DEFAULT, Rules, Site, record
+from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
@@ -133,11 +133,12 @@ class ModuleCall(Interception):
     def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         self.frames.append(Frame(module, "" if method == "__call__" else method))
-        params = nodes_of(module, nnx.Param)
-        for x in params.values():
-            if isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
+        for path, x in nodes_of(module, nnx.Variable).items():
+            is_param = isinstance(x, nnx.Param)
+            if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
-        self.origins.add((path, x.get_value()) for path, x in params.items())
+            kind = "" if is_param else f"a variable of the type {type(x).__name__}"
+            self.origins.add([(path, x.get_value())], kind)
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
@@ -204,7 +205,7 @@ class DryRun:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
-        """The contractions by their keys. Each is computed in its ``Site.scope``."""
+        """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
@@ -238,10 +239,11 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
-        return record(self.found, site).scope
+        self.found[site.key] = site
+        return scope_in(self.found, site)
 
 
-def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs | None = None) -> Any:
+def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
     if converted := ["/".join(path) for path, op in given.items() if op._reason]:
@@ -251,8 +253,8 @@ def quantize(model: Any, inputs: Sequence[Any], options: Rules, rngs: nnx.Rngs |
         )
     copy: Any = nnx.clone(model)
     found = {layer.key: layer for layer in layers_of(copy)}
-    if inputs:
-        found |= DryRun(copy, inputs, {}).found
+    if inputs or keyword_inputs:
+        found |= DryRun(copy, inputs, keyword_inputs).found
     decided = [options.decide(site) for site in found.values()]
     options.check(decided, has_ops=bool(given))
     for site in sorted(decided, key=lambda site: site.name.count("-")):  # see attribute_of
@@ -288,7 +290,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, map(_decided, run.found.values()))
+    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()})
 
 
 def _decided(site: Site) -> Site:

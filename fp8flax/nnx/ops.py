@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
@@ -19,6 +22,9 @@ from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
+from fp8flax._model.interception import Frame, Interception
+from fp8flax._model.param_origin import Origin
+from fp8flax._model.rules import Site
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
@@ -48,6 +54,32 @@ try:
     OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
 except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
+
+
+_searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_searched", default=())
+"""The models in which errors look for the path of an op that does not know its path."""
+
+
+@contextlib.contextmanager
+def errors_search(nodes: Any) -> Iterator[None]:
+    """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
+    token = _searched.set(nodes)
+    try:
+        yield
+    finally:
+        _searched.reset(token)
+
+
+class _StateName(NamedTuple):
+    """The name of an array of an op's state, which is made when an error shows it."""
+
+    op: Fp8Op
+    leaf: str
+
+    def __str__(self) -> str:
+        paths = (path[1:] for path, x in nnx.iter_graph(_searched.get()) if x is self.op)
+        path = self.op._scope or "/".join(map(str, next(paths, ())))
+        return f"{path}/{self.leaf}" if path else f"{type(self.op).__name__}.{self.leaf}"
 
 
 class Fp8Op(OpBase, nnx.Module):
@@ -99,8 +131,8 @@ class Fp8Op(OpBase, nnx.Module):
         stream = getattr(self, "rngs", None)
         return None if stream is None else stream()
 
-    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
-        variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
+        variable, where = getattr(self, leaf.name, None), _StateName(self, leaf.name)
         if not isinstance(variable, nnx.Variable):
             raise MissingStateError(
                 f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
@@ -109,6 +141,41 @@ class Fp8Op(OpBase, nnx.Module):
                 f"{type(self).__name__}(recipe=…)."
             )
         return variable.get_value(), where
+
+
+class _PlainCall(Interception):
+    """One call of the function of JAX that an op stands for; the op computes its contraction."""
+
+    def __init__(self, op: Fp8Op, kernel: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.frames.append(Frame(op, ""))
+        self.origins.add([(("kernel",), kernel)])
+
+    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
+        """Computes the contraction with the kernel by the op, and the others as they are."""
+        return "beside" if kernel is None else by(self.op._run)
+
+
+_CODE = lax.dot_general.__code__
+"""JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
+
+
+def _beside_others(call: Any) -> Any:
+    """Returns the ``__call__`` of an op, which lets code that has replaced a function of JAX take part.
+
+    Qwix takes the innermost ``self`` that is a module for the layer, so the op has another name here.
+    """
+
+    @functools.wraps(call)
+    def run(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        if lax.dot_general.__code__ is _CODE:
+            return call(op, *args, **kwargs)
+        is_einsum = op.row is Einsum
+        with _PlainCall(op, args[1 + is_einsum]).watching():
+            return (jnp.einsum if is_einsum else op.row.plain)(*args, **kwargs)
+
+    return run
 
 
 class Fp8DotGeneralOp(Fp8Op):
@@ -137,7 +204,7 @@ class Fp8DotGeneralOp(Fp8Op):
     """
 
     row = DotGeneral
-    __call__ = DotGeneral.__call__
+    __call__ = _beside_others(DotGeneral.__call__)
 
 
 class Fp8Einsum(Fp8Op):
@@ -151,7 +218,7 @@ class Fp8Einsum(Fp8Op):
     """
 
     row = Einsum
-    __call__ = Einsum.__call__
+    __call__ = _beside_others(Einsum.__call__)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -167,7 +234,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """
 
     row = Conv
-    __call__ = Conv.__call__
+    __call__ = _beside_others(Conv.__call__)
 
 
 class Fp8RaggedDotOp(Fp8Op):

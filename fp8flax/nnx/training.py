@@ -12,11 +12,12 @@ from flax import nnx
 
 from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.ops.op import line_search
 from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import enter, from_max, leave
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
-from fp8flax.nnx.ops import OverwriteWithGradient, check_model, is_node, set_state, state_of
+from fp8flax.nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 
 
 class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
@@ -75,19 +76,32 @@ def value_and_grad(
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
     wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
     with_state = tuple(nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted)
+    positions = [d.argnum for d in wanted]
 
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        nodes = {d.argnum: args[d.argnum] for d in wanted}
-        before = state_of(nodes)
         # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
-        state = from_max(before)
+        state = from_max(state_of({i: args[i] for i in positions}))
+
+        def of_entered(*args_and_entered: Any) -> Any:
+            """Returns ``f`` of NNX's copies of the modules, while the entered state replaces theirs."""
+            *args, entered = args_and_entered
+            nodes = {i: args[i] for i in positions}
+            before = state_of(nodes)
+            set_state(nodes, entered)
+            with errors_search(nodes):
+                out = f(*args)
+            # A module may keep or return state that it read, which must not merge by maximum any more.
+            out, _ = _without_max_dtype((out, args))
+            set_state(nodes, before)
+            return out
+
         nnx_value_and_grad = nnx.value_and_grad(
-            f,
-            argnums=with_state,
+            of_entered,
+            argnums=(*with_state, len(args)),
             has_aux=has_aux,
             holomorphic=holomorphic,
             # JAX takes the dtype that merges by maximum for an integer.
@@ -96,19 +110,12 @@ def value_and_grad(
             graph=True,
             graph_updates=True,
         )
-        try:
-            set_state(nodes, enter(state))
-            with differentiating():
-                value, grads = nnx_value_and_grad(*args, **kwargs)
-                # A module may keep or return state that it read, which must not merge by maximum any more.
-                value, _ = _without_max_dtype((value, (args, kwargs)))
-        finally:
-            set_state(nodes, before)
+        with differentiating():
+            value, (*grads, of_state) = nnx_value_and_grad(*args, enter(state))
         # Both have the state of a module that two arguments share once.
-        gradients = dict(zip(nodes, grads))
-        set_state(gradients, leave(state, state_of(gradients)))
-        grads = _mark(grads)
-        return value, grads if isinstance(argnums, Sequence) else grads[0]
+        set_state(dict(zip(positions, grads)), leave(state, of_state))
+        marked = tuple(map(_mark, grads))
+        return value, marked if isinstance(argnums, Sequence) else marked[0]
 
     return value_and_grad_f
 
@@ -223,12 +230,25 @@ class Optimizer(nnx.Optimizer):
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
         check_optimizer(tx)
         check_model(model)
+        if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
+            raise ValueError(
+                f"wrt must choose parameters; got {wrt!r}, which also chooses FP8 scaling state (variables "
+                "of OverwriteWithGradient), and the optimizer must not see it. Pass nnx.Param, or "
+                "nnx.All(…, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
+            )
         super().__init__(model, tx, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
-        """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``."""
+        """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``.
+
+        Optax gets the keyword arguments, such as ``grad``, ``value`` and ``value_fn`` of a line search,
+        without the scaling state. ``value_fn`` is a function of the parameters.
+        """
         check_model(model)
         state = checked_next_state(state_of(model), state_of(grads))
-        result = super().update(model, nnx.state(grads, nnx.Not(OverwriteWithGradient)), **kwargs)
+        others = nnx.Not(OverwriteWithGradient)
+        kwargs = {k: nnx.state(x, others) if isinstance(x, nnx.State) else x for k, x in kwargs.items()}
+        with line_search("value_fn" in kwargs):
+            result = super().update(model, nnx.state(grads, others), **kwargs)
         set_state(model, state)
         return result

@@ -180,6 +180,43 @@ def test_a_thread_has_its_own():
         assert in_force() == "MX"
 
 
+async def suspended_under(recipe):
+    with fp8.autocast(recipe=recipe):
+        before = in_force()
+        await asyncio.sleep(0)
+        return before, in_force()
+
+
+def test_two_tasks_cannot_be_suspended_under_autocast():
+    async def both():
+        return await asyncio.gather(suspended_under(MX), suspended_under(CURRENT), return_exceptions=True)
+
+    first, second = in_a_thread(lambda: asyncio.run(both()))
+    assert first == ("MX", "MX")
+    assert isinstance(second, RuntimeError)
+    assert "Another asyncio task of this thread is suspended" in str(second)
+
+
+def test_tasks_under_the_autocast_of_their_creator():
+    """They may enter another one, and leave it before they are suspended."""
+
+    async def child():
+        with fp8.autocast(recipe=CURRENT):
+            inside = in_force()
+        await asyncio.sleep(0)
+        return inside, in_force()
+
+    async def parent():
+        with fp8.autocast(recipe=MX):
+            return await asyncio.gather(child(), child())
+
+    def run():
+        with fp8.autocast(enabled=False):
+            return asyncio.run(parent()), in_force()
+
+    assert in_a_thread(run) == ([("current", "MX")] * 2, "off")
+
+
 def under(recipe):
     with fp8.autocast(recipe=recipe):
         while True:

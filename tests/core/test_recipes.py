@@ -154,20 +154,15 @@ class Derived(fp8.DelayedScaling):
     """A class of a user, whose attributes could change."""
 
 
-@dataclasses.dataclass(frozen=True)
-class WithGemms(fp8.Recipe):
-    """A class of a user, without a format."""
-
-    gemms = fp8.MXFP8BlockScaling().gemms
-
-
 class Own(fp8.Recipe):
     """A class of a user that is no dataclass."""
 
     gemms = fp8.MXFP8BlockScaling().gemms
 
 
-@pytest.mark.parametrize("cls", [Derived, WithGemms])
+@pytest.mark.parametrize(
+    "cls", [Derived, dataclasses.make_dataclass("Mine", [], bases=(Own,), frozen=True)]
+)
 def test_other_dataclasses_are_refused_when_they_are_made(cls):
     with pytest.raises(TypeError, match=rf"recipe must be an instance.*{cls.__name__}.*CustomRecipe"):
         cls()
@@ -181,11 +176,8 @@ def test_recipes_without_a_format():
 def test_bools_of_numpy():
     recipe = fp8.DelayedScaling(use_power_2_scales=np.True_)
     assert recipe == fp8.DelayedScaling(use_power_2_scales=True)
-    assert recipe.gemms == fp8.DelayedScaling(use_power_2_scales=True).gemms
     assert hash(recipe.gemms) == hash(fp8.DelayedScaling(use_power_2_scales=True).gemms)
-    fp8.NVFP4BlockScaling(disable_rht=np.False_)
-    with fp8.autocast(enabled=np.bool_(1)):
-        pass
+    fp8.autocast(enabled=np.True_)
 
 
 @pytest.mark.parametrize("recipe", [fp8.Recipe(), Own(), fp8.DelayedScaling], ids=["base", "own", "class"])

@@ -326,12 +326,12 @@ TRANSFORMATIONS = {
     "`lax.cond`, in one branch": cond_in_one_branch,
     "`lax.while_loop`, forward": while_loop_forward,
     "`jax.checkpoint` with policies": checkpoint_policies,
-    "`jax.vjp`, `jax.linearize` by hand": vjp_and_linearize_by_hand,
+    "`jax.vjp` by hand, `jax.linearize` with `jax.linear_transpose`": vjp_and_linearize_by_hand,
     "donated variables": donated,
 }
 
 
-REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
+REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`, `jax.linearize`", "second derivatives")
 
 
 # Dense with delayed scaling runs all transformations; each other layer and recipe runs some.
@@ -353,17 +353,15 @@ def test_forward_mode(recipe, cell):
     c = case("Dense", recipe)
     tangent = jax.tree.map(jnp.ones_like, c.variables["params"])
 
-    def apply(params):
-        return c.apply({**c.variables, "params": params}, X)
-
-    params = c.variables["params"]
-    for use in (
-        lambda p: jax.jvp(apply, (p,), (tangent,)),
-        jax.jit(lambda p: jax.jvp(jax.checkpoint(apply), (p,), (tangent,))),
-        jax.jacfwd(apply),
-    ):
+    uses = (
+        lambda apply, p: jax.jvp(apply, (p,), (tangent,)),
+        lambda apply, p: jax.jit(lambda p: jax.jvp(jax.checkpoint(apply), (p,), (tangent,)))(p),
+        lambda apply, p: jax.jacfwd(apply)(p),
+        lambda apply, p: jax.linearize(apply, p)[1](tangent),
+    )
+    for layer, use in itertools.product((c.layer, c.reference), uses):
         with pytest.raises(TypeError, match="forward-mode"):
-            use(params)
+            use(lambda p, layer=layer: layer.apply({**c.variables, "params": p}, X), c.variables["params"])
     cell("transformations", REFUSED[0], recipe, "refused (1)")
 
 

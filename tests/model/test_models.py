@@ -1,16 +1,21 @@
 """``quantize_model`` of an unchanged model gives what the same model with ops set by hand does."""
 
 import gc
+import sys
+import threading
 import weakref
+from concurrent import futures
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax.nnx.models import watch
 from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
 
@@ -219,6 +224,64 @@ def test_products():
     jax.grad(lambda x: jnp.sum(model8.apply(variables, x)))(x)  # trains nothing: no warning
 
 
+class Cached(nnx.Module):
+    """A model whose first input may be None, with inputs by keyword, two of them named as options."""
+
+    def __init__(self):
+        self.w, self.v = (nnx.Param(jnp.asarray(normal(i, 8, 8))) for i in range(2))
+
+    def __call__(self, tokens, x=None, form="whole", *, cache, rngs=None):
+        y = jnp.einsum("bi,io->bo", x if tokens is None else tokens, self.w[...]) + cache["keys"]
+        return y if form == "whole" else jnp.einsum("bi,io->bo", y, self.v[...])
+
+
+def test_inputs_of_an_nnx_model():
+    x, cache = normal(0, 4, 8), {"keys": normal(1, 4, 8)}
+    for inputs, keywords, share in (
+        ((None, x), {}, 0.5),
+        ((fp8.Float8CurrentScaling(), None, x), {}, 0.5),
+        ((), {"tokens": x}, 0.5),
+        ((x, None, "part"), {"form": "qdq"}, 1),
+    ):
+        model8 = fp8.quantize_model(Cached(), *inputs, **keywords, cache=cache, **ALL)
+        assert model8.fp8_w.form == keywords.get("form", "direct")
+        assert fp8.report(model8, x, form="part", cache=cache).fp8_share == share
+
+
+def test_inputs_that_may_be_options():
+    x, cache = normal(0, 4, 8), {"keys": normal(1, 4, 8)}
+    for keywords, match in (
+        ({"form": "qdq"}, "form= is an option .* by position"),
+        ({"rngs": nnx.Rngs(0)}, "rngs= is an option .*fp8=0"),
+        ({"cash": x}, "unexpected keyword argument 'cash'"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            fp8.quantize_model(Cached(), x, cache=cache, **keywords)
+    random = {"recipe": fp8.NVFP4BlockScaling(), "rngs": nnx.Rngs(fp8=0)}
+    assert fp8.quantize_model(Cached(), x, cache=cache, **random, **ALL).fp8_w.rngs is not None
+
+
+def watched(cls):
+    model = cls()
+    watch(model)
+    return model
+
+
+@pytest.mark.parametrize("base", [nn.Module, nnx.Module], ids=["Linen", "NNX"])
+def test_threads_that_convert_equal_models_make_one_class(base):
+    convert = watched if base is nnx.Module else lambda cls: fp8.quantize_model(cls(), **ALL)
+    count, interval = 16, sys.getswitchinterval()
+    barrier = threading.Barrier(count)
+    sys.setswitchinterval(1e-6)
+    try:
+        with futures.ThreadPoolExecutor(count) as pool:
+            for cls in (type("Model", (base,), {"__call__": lambda self, x: x}) for _ in range(10)):
+                run = [pool.submit(lambda cls=cls: (barrier.wait(), convert(cls))[1]) for _ in range(count)]
+                assert len({type(each.result()) for each in run}) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
 class TestErrors:
     x = np.ones((4, 8), np.float32)
 
@@ -235,8 +298,9 @@ class TestErrors:
             fp8.quantize_model(Pretrained())
         with pytest.raises(TypeError, match="recipe"):
             fp8.quantize_model(nn.Dense(4), "delayed")
-        with pytest.raises(TypeError, match="takes no inputs"):
-            fp8.quantize_model(nn.Dense(4), self.x)
+        for inputs, keywords, got in ((self.x,), {}, "1"), ((), {"y": 1}, ".*'y'"):
+            with pytest.raises(TypeError, match=f"takes no inputs .* got {got}"):
+                fp8.quantize_model(nn.Dense(4), *inputs, **keywords)
 
     def test_a_bound_or_converted_model(self):
         variables = variables_of(nn.Dense(4), self.x)

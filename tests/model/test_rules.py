@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fp8flax as fp8
 from fp8flax._core.ops.conv import Conv
@@ -155,8 +156,50 @@ class Model(nn.Module):
         return nn.Dense(512, name="lm_head")(x)
 
 
+ARRAY = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8)), jnp.float32)
+
+
+def products(x, w, v):
+    """Products of all kinds."""
+    of = ARRAY, 2 * jnp.eye(8).T, nn.relu(w), w * ARRAY + v, nn.relu(v.T)
+    return sum(x @ each for each in of) + x @ (x.T @ x) @ w
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        v = self.variable("fixed", "v", jnp.ones, (8, 8)).value
+        return products(x, self.param("w", nn.initializers.lecun_normal(), (8, 8)), v)
+
+
+class Fixed(nnx.Variable):
+    pass
+
+
+class NNX(nnx.Module):
+    def __init__(self):
+        self.w, self.v = nnx.Param(ARRAY + 1), Fixed(ARRAY + 2)
+
+    def __call__(self, x):
+        return products(x, self.w[...], self.v[...])
+
+
 class TestReport:
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+    def test_what_a_product_multiplies_with(self):
+        x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        for model, inputs, kind in (Linen(), (), "collection 'fixed'"), (NNX(), (x,), "type Fixed"):
+            rows = fp8.report(fp8.quantize_model(model, *inputs, include=".*"), x).rows
+            assert [row.reason.removeprefix("a product ").partition(" (")[0] for row in rows] == [
+                *["with a constant"] * 2,
+                *["with a kernel that is computed from w"] * 2,
+                f"with v, a variable of the {kind}",
+                *["of two activations"] * 2,
+                "by include '.*'",
+            ]
+            everything = fp8.quantize_model(model, *inputs, include=".*", products=True)
+            assert fp8.report(everything, x).fp8_share == 1
 
     def test_rows(self):
         model8 = fp8.quantize_model(Model(), rules=[("value", "leave")])

@@ -1,5 +1,7 @@
 """Training steps of NNX models equal those of the same Linen model, bit for bit; errors guard the state."""
 
+import operator
+import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -150,6 +152,55 @@ def test_model_keeps_its_state_until_it_is_overwritten():
     assert aux == 1
 
 
+def test_only_what_f_writes_changes_in_the_model():
+    """As with ``nnx.value_and_grad``, and not before ``f`` returns: another thread may use the model."""
+
+    class Writes(nnx.Module):
+        def __init__(self, op, rngs):
+            self.linear = nnx.Linear(16, 16, dot_general=op, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+        def __call__(self, x):
+            self.new = nnx.Variable(jnp.ones(1))
+            return self.norm(self.dropout(self.linear(x)))
+
+    model, plain = Writes(nnx_op(), nnx.Rngs(0)), Writes(jax.lax.dot_general, nnx.Rngs(0))
+    variable, before = model.linear.dot_general.input_scale, jax.tree.leaves(nnx.state(model))
+
+    def loss(inner):
+        assert all(map(operator.is_, jax.tree.leaves(nnx.state(model)), before))
+        return jnp.sum(inner(X))
+
+    fp8nnx.grad(loss)(model)
+    nnx.grad(lambda inner: jnp.sum(inner(X)))(plain)
+    assert model.linear.dot_general.input_scale is variable
+    del model.linear.dot_general
+    found, expected = (nnx.as_pure(nnx.state(m, nnx.Not(nnx.RngKey))) for m in (model, plain))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.2, atol=0.02), found, expected)
+    assert (found["dropout"]["rngs"]["count"], found["new"]) == (1, 1)
+    assert found["norm"]["mean"].any()
+
+
+def test_errors_about_the_state_name_the_layer():
+    """An op by hand knows no path, but ``value_and_grad`` has the model."""
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
+        stateless = nnx.Linear(16, 16, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+    model = nnx.List([linear(), stateless])
+    model[0].dot_general.recipe = fp8.DelayedScaling(amax_history_len=3)
+    converted = fp8.quantize_model(nnx.Sequential(linear()), include=".*")
+    converted.layers[0].dot_general.recipe = fp8.DelayedScaling(amax_history_len=3)
+    calls = {
+        "0/dot_general/input_amax_history": lambda: fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(model),
+        "1/dot_general/input_scale": lambda: fp8nnx.grad(lambda m: jnp.sum(m[1](X)))(model),
+        r"Fp8DotGeneralOp\.input_scale": lambda: stateless(X),
+        "layers/0/input_amax_history": lambda: converted(X),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"scaling state {name}[ ,]"):
+            call()
+
+
 def test_what_is_differentiated():
     first, second = linear(0), linear(1)
 
@@ -294,12 +345,53 @@ def test_mistakes_are_loud(mistake, wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize(("cls", "wrt"), [(nnx.Optimizer, nnx.Param), (fp8nnx.Optimizer, nnx.Variable)])
-def test_an_optimizer_that_would_leave_the_state_out_or_see_it_is_an_error(cls, wrt, tx, wrap):
+def test_an_optimizer_that_would_leave_the_state_out_is_an_error(tx, wrap):
     layer = linear()
     step = wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))
     with pytest.raises(ValueError, match="dot_general"):
-        step(layer, cls(layer, tx, wrt=wrt))
+        step(layer, nnx.Optimizer(layer, tx, wrt=nnx.Param))
+
+
+@pytest.mark.parametrize("wrt", [nnx.Variable, ..., nnx.PathContains("dot_general")], ids=str)
+def test_an_optimizer_cannot_see_the_state(wrt):
+    with pytest.raises(ValueError, match="wrt must choose parameters; .* FP8 scaling state"):
+        fp8nnx.Optimizer(linear(), optax.sgd(0.1), wrt=wrt)
+    fp8nnx.Optimizer(linear(), optax.sgd(0.1), wrt=nnx.All(wrt, nnx.Not(fp8nnx.OverwriteWithGradient)))
+
+
+SEARCHES = {
+    "lbfgs": optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(3)),
+    "backtracking": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The kernel of an FP8 layer:UserWarning")
+@pytest.mark.parametrize("search", SEARCHES)
+def test_line_searches(search):
+    """Optax gets what it gets for the parameters alone; the state is that of the step."""
+    model, tx = Model(nnx.Rngs(0)), SEARCHES[search]
+    optimizer, (graphdef, params, rest) = fp8nnx.Optimizer(model, tx), nnx.split(model, nnx.Param, ...)
+    kind, params = fp8nnx.OverwriteWithGradient, nnx.as_pure(params)
+
+    def value_fn(params):
+        return loss_of(nnx.merge(graphdef, params, rest), X)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = fp8nnx.value_and_grad(loss_of)(model, X)
+        optimizer.update(model, grads, grad=grads, value=value, value_fn=value_fn)
+        return value, grads
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The kernel of an FP8 layer")
+        value, grads = step(model, optimizer)
+    grad, state = nnx.split_state(nnx.as_pure(grads), lambda path, _: "dot_general" not in path, ...)
+    update = jax.jit(partial(tx.update, value_fn=value_fn))
+    updates, _ = update(grad, tx.init(params), params, grad=grad, value=value)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, nnx.as_pure(nnx.state(model, nnx.Param)), optax.apply_updates(params, updates))
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(model, kind)), state)
 
 
 def test_gradients_that_do_not_fit_change_nothing():

@@ -26,7 +26,7 @@ def names_after(number):
     return run([BLOCKS[number]], "docs/moe.md", dict(before))
 
 
-ROUTING, LINEN, NNX = range(3)
+ROUTING, LINEN, SERVE, NNX = range(4)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -107,6 +107,20 @@ def test_the_nnx_layer_trains():
     for experts in (model.up, model.down):
         assert len(np.unique(experts.op.kernel_scale.get_value())) > 1
         assert np.count_nonzero(experts.op.output_grad_amax_history.get_value()) == 31
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.long
+def test_the_frozen_linen_layer_is_small():
+    page = names_after(SERVE)
+    model, x, variables = page["model"], page["x"], page["state"].params
+    serve, served = page["serve_model"], page["serve_variables"]
+    assert bytes_of(served) <= 0.36 * bytes_of(variables["params"])
+    results = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model, variables)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.long

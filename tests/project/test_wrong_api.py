@@ -30,6 +30,8 @@ def params():
 
 
 RECIPE = fp8.Float8CurrentScaling()
+OP = fp8.Fp8DotGeneralOp
+MASKS = r"variables\['params'\] alone, so make masks and labels"
 
 
 @functools.cache
@@ -76,17 +78,37 @@ MISTAKES = {
     "two recipes": (lambda: fp8.quantize_model(LAYER, RECIPE, recipe=RECIPE), "given once"),
     "frozen twice": (lambda: fp8.freeze(*frozen(), X), "frozen already"),
     "frozen too early": (lambda: fp8.calibrate(frozen()[0].apply, frozen()[1], [X]), "before freeze"),
+    "a class for an op": (lambda: linear(dot_general=fp8nnx.Fp8DotGeneralOp)(X), "takes an instance"),
+    "a class for an op, Linen": (lambda: init(nn.Dense(8, dot_general=OP)), "dot_general_cls"),
+    "a partial for an op": (lambda: init(nn.Dense(8, dot_general=partial(OP, recipe=CURRENT))), "_cls"),
+    "an op for a class": (lambda: init(nn.Dense(8, dot_general_cls=OP())), "=Fp8DotGeneralOp,"),
+    "a convolution for a class": (
+        lambda: init(nn.Conv(8, 3, conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp())),
+        "without operands",
+    ),
+    "masks of all variables": (lambda: create(tx=optax.masked(optax.adam(1), {"params": 1})), MASKS),
+    "labels of all variables": (
+        lambda: create(tx=optax.partition({"a": optax.adam(1)}, {"params": {"kernel": "a"}})),
+        MASKS,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_error_says_what_to_use(name):
     call, match = MISTAKES[name]
-    with pytest.raises((TypeError, ValueError, fp8.MissingStateError), match=match):
+    with pytest.raises((TypeError, ValueError, UserWarning), match=match):
         call()
 
 
 def test_what_stays_allowed():
+    class Module:
+        """A function, which is no model of Flax."""
+
+        def __call__(self, variables, x):
+            return x
+
+    create(apply_fn=Module())
     assert OWG in init(Stack(("params", OWG)))  # the advice of the error above
     bridged = nnx.bridge.to_linen(nnx.Linear, 16, 8, dot_general=fp8nnx.Fp8DotGeneralOp())
     assert bridged.apply(bridged.init(KEY, X), X).shape == (4, 8)

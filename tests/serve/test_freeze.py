@@ -510,6 +510,12 @@ def test_decoding():
     np.testing.assert_array_equal(decoded(*frozen), decoded(decoder, variables))
 
 
+CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in ("LayoutConstraint", "__gpu$xla.gpu.triton", "__op$block_scaled_dot")
+]
+
+
 @pytest.mark.parametrize(
     ("recipe", "target", "size"),
     [("delayed", "h200", "static"), ("block128", "h200", "symbolic"), ("mxfp8", "b200", "symbolic")],
@@ -523,12 +529,34 @@ def test_export_for_a_gpu(recipe, target, size):
     serve, served = fp8.freeze(model8, variables, x)
     rows = 256 if size == "static" else jax.export.symbolic_shape("rows")[0]
     given = served, jax.ShapeDtypeStruct((rows, 128), jnp.float32)
-    allowed = "LayoutConstraint", "__gpu$xla.gpu.triton", "__op$block_scaled_dot"
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in allowed]
-    export = jax.export.export(jax.jit(serve.apply), platforms=["cuda"], disabled_checks=checks)
+    export = jax.export.export(jax.jit(serve.apply), platforms=["cuda"], disabled_checks=CHECKS)
     with compiling_for(GPUS[target]):
         exported = export(*given)
     assert exported.platforms == ("cuda",)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("delayed", None),  # JAX 0.12 cannot write an FP8 dot with an algorithm
+        pytest.param("block128", "h200", marks=pytest.mark.newest),
+        ("mxfp8", "b200"),
+    ],
+)
+def test_export_for_a_cpu_and_a_gpu_at_once(recipe, target):
+    """A frozen model and a gradient: written, read again, and called here. The bits are the usual ones."""
+    model8, variables = trained(nn.Dense(256), x := normal(0, 256, 128), recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables, x)
+
+    def step(variables, x):
+        return fp8.value_and_grad(lambda v: jnp.sum(model8.apply(v, x) ** 2))(variables)
+
+    for f, v in ((serve.apply, served), (step, variables)):
+        export = jax.export.export(jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=CHECKS)
+        with compiling_for(GPUS.get(target)):
+            exported = export(v, x)
+        found = jax.export.deserialize(exported.serialize()).call(v, x)
+        jax.tree.map(np.testing.assert_array_equal, found, jax.jit(f)(v, x))
 
 
 @pytest.mark.parametrize(

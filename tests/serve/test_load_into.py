@@ -307,11 +307,12 @@ def test_fused_experts_in_both_orders(tmp_path):
     square = {"up": codes_of(0, 3, 4, 4), "up_scale": scales_of(1, 3, 1, 4)}
     with pytest.raises(ValueError, match=r"does not show whether it is \(\.\.\., out, in\)"):
         fp8.load_into({"params": {"up": jnp.zeros((3, 4, 4))}}, read(tmp_path, square))
-    named = {f"up.weight{name[2:]}": x for name, x in square.items()}
-    checkpoint = read(tmp_path, named)
-    loaded = fp8.load_into({"params": {"up": {"kernel": jnp.zeros((3, 4, 4))}}}, checkpoint)
-    expected = checkpoint["up.weight"].dequantize().swapaxes(1, 2)
-    np.testing.assert_array_equal(loaded["params"]["up"]["kernel"], expected)
+    for weight in ("up.weight", "w13_weight"):
+        checkpoint = read(tmp_path, {f"{weight}{name[2:]}": x for name, x in square.items()})
+        variables, rename = {"params": {"up": {"kernel": jnp.zeros((3, 4, 4))}}}, {r"^up\.\w+": weight}
+        loaded = fp8.load_into(variables, checkpoint, rename=rename)
+        expected = checkpoint[weight].dequantize().swapaxes(1, 2)
+        np.testing.assert_array_equal(loaded["params"]["up"]["kernel"], expected)
 
 
 def test_arrays_do_not_depend_on_the_file(tmp_path):

@@ -70,7 +70,7 @@ IN_HOST_MEMORY = {
 
 @pytest.mark.parametrize("name", IN_HOST_MEMORY)
 def test_state_in_the_memory_of_the_host(name):
-    """JAX does not compute there, but functions that take variables do what they do with state elsewhere."""
+    """JAX does not compute there. Functions of variables do what they do with state elsewhere."""
     trained(3)  # not first under jit
     use, *inputs = IN_HOST_MEMORY[name]
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

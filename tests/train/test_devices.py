@@ -205,6 +205,19 @@ def reduced_by_hand(c):
     c.check(jax.jit(step)(c.variables, X, WEIGHTS), c.per_shard)
 
 
+def vmap_around_shard_map(c):
+    """With ``spmd_axis_name``, JAX cannot batch ``lax.clamp`` there, which quantizing needs."""
+
+    def of_shard(v, x, w):
+        return lax.psum(c.loss(v, x, w), "data")
+
+    on = {"mesh": mesh(data=4), "in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    of_half = jax.vmap(jax.shard_map(of_shard, **on), (None, 0, 0))
+    halves = [a.reshape(2, -1, WIDTH) for a in (X, WEIGHTS)]
+    step = jax.jit(fp8.value_and_grad(lambda *args: jnp.sum(of_half(*args))))
+    c.check(step(c.variables, *halves), c.per_shard)
+
+
 STAGES, MICROBATCHES = 4, 4
 
 
@@ -302,6 +315,7 @@ WAYS = {
     "tensor parallel in `jax.shard_map`": tensor_by_hand,
     "`check_vma=False`, `fp8.pmean_gradients`": reduced_by_hand,
     "`check_vma=False`, gradient outside": unchecked_gradient_outside,
+    "`jax.vmap` around `jax.shard_map`": vmap_around_shard_map,
     "pipeline in `jax.shard_map`": pipeline,
     "a NaN on one device": a_nan_on_one_device,
 }

@@ -234,3 +234,51 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form):
         assert bits(new) == bits(old)
     again = gradient({**variables, **{name: grads[name] for name in grads if name == OWG}}, 1.0)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again))
+
+
+class Layer(nn.Module):
+    """An FP8 layer for ``nn.scan``."""
+
+    op: object
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(FEATURES, use_bias=False, dot_general_cls=self.op)(x), None
+
+
+FACTORS = np.float32([1, 1, 1, 1, 0, 1e37, 5e37, 1e-37, 1e-40, np.nan, -np.inf])
+
+
+@pytest.mark.filterwarnings("ignore:The FP8 scaling state .* did not move")
+@pytest.mark.parametrize(
+    ("axis", "num_layers", "options"),
+    [
+        (0, 1, {"margin": 16, "amax_history_len": 1}),
+        (1, 1, {"margin": 16, "amax_history_len": 2, "fp8_format": fp8.Format.HYBRID_FNUZ}),
+        (0, 2, {"amax_history_len": 12, "amax_compute_algo": "most_recent"}),
+        (1, 2, {"margin": 3, "amax_history_len": 12, "use_power_2_scales": True}),
+    ],
+)
+def test_no_check_refuses_what_steps_make(axis, num_layers, options):
+    """Random steps; ``apply_gradients`` keeps their states, and ``check_state`` accepts them."""
+    op, axes = op_with(fp8.DelayedScaling(**options)), {"params": 0, OWG: axis}
+    model = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=num_layers)(op)
+    start = variables_of(model, X[0, 0])
+    gradient = jax.jit(fp8.grad(lambda v, x, g: jnp.sum(model.apply(v, x)[0] * g)))
+    new_state = fp8.TrainState.create(apply_fn=None, params=start, tx=optax.sgd(0.0)).replace
+    step, rng = jax.jit(lambda v, grads: new_state(params=v).apply_gradients(grads=grads).params), _rng
+    before = start
+    for i in range(60):
+        before = start if i % 12 == 0 else before
+        x, kernel, g = rng.choice(FACTORS, 3) if i % 3 else np.ones(3, np.float32)
+        params = jax.tree.map(lambda p, kernel=kernel: kernel * p, start["params"])
+        before = {"params": params, OWG: before[OWG]}
+        grads = gradient(before, x * X[i % 8, 0], g * np.resize(G[i % 8, 0], (ROWS, FEATURES)))
+        after = step(before, grads)
+        assert_trees_equal(after[OWG], grads[OWG])
+        assert_trees_equal(new_state(params=before).apply_gradients(grads=grads).params[OWG], after[OWG])
+        if bits(after[OWG]) != bits(before[OWG]):
+            fp8.check_state(after, before=before)
+        if any(np.max(leaf) > 0 for p, leaf in jax.tree.leaves_with_path(after[OWG]) if "hist" in str(p)):
+            fp8.check_state(after)
+        before = after

@@ -331,7 +331,7 @@ CONVERTED = fp8.quantize_model(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]
 def test_state_is_made_by_init_alone(model):
     """A mutable collection does not make new state, with other scales than those that were trained."""
     params = {"params": variables_of(model, X)["params"]}
-    for mutable in (True, OWG, ["params", OWG], False):
+    for mutable in (True, ["params", OWG], False):
         with pytest.raises(fp8.MissingStateError, match="only init makes it"):
             jax.eval_shape(partial(model.apply, mutable=mutable), params, X)
     lazy = jax.ShapeDtypeStruct(X.shape, X.dtype)

@@ -107,7 +107,7 @@ class DotContraction(StoredContraction):
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
         gemm, order = self.gemm(name), self.layouts["kernel"].order
-        is_in_order = not gemm.lhs.num_batch and order == tuple(range(len(order)))
+        is_in_order = order == tuple(range(len(order)))
         return partial(multiply, gemm._replace(is_stored=is_stored and is_in_order))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.shapes import Float
 
 
@@ -38,7 +39,7 @@ class Einsum(DotGeneral):
 
         ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of
         input and kernel. An axis of size 1 broadcasts. Axes that only one operand has, and not the result,
-        are summed first.
+        are summed first; a sum that overflows becomes NaN.
 
         Args:
             eqn: the equation; no index may occur twice within one operand.
@@ -62,7 +63,8 @@ class Einsum(DotGeneral):
 
         def sum_over(i: int, indices: set[str]) -> None:
             axes = tuple(axis for axis, n in enumerate(names[i]) if n in indices)
-            operands[i] = jnp.sum(operands[i], axis=axes) if axes else operands[i]
+            # A cast to FP8 would make a finite number of a sum that has overflowed.
+            operands[i] = inf_to_nan(jnp.sum(operands[i], axis=axes)) if axes else operands[i]
             names[i] = "".join(n for n in names[i] if n not in indices)
 
         ones = [{n for n, size in zip(each, x.shape) if size == 1} for each, x in zip(names, operands)]

@@ -192,9 +192,7 @@ Tensors = dict[str, jax.Array]
 def _observed(plan: Contraction, compute: Any, operands: Any, states: States, scales: Scales) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look: Any = (
-        _with_amaxes if observing.calibrates else partial(_with_errors, observing.path, next(_places))
-    )
+    look: Any = _with_amax if observing.calibrates else partial(_with_errors, observing.path, next(_places))
 
     def look_at_cotangent(g: jax.Array, args: Any) -> Any:
         plan, _, scales, _ = args
@@ -218,14 +216,14 @@ def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
-def _with_amaxes(tensors: Tensors, plan: Contraction, states: States, *_: Any) -> Any:
+def _with_amax(tensors: Tensors, plan: Contraction, states: States, *_: Any) -> Any:
     """Returns the tensors and None, and reports the amax of each tensor with delayed scaling."""
-    return [
-        report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
-        if role in states
-        else x
+    seen = tensors | {
+        role: report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
         for role, x in tensors.items()
-    ], None
+        if role in states
+    }
+    return seen.values(), None
 
 
 def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: Any) -> Any:

@@ -109,6 +109,10 @@ class StateLeaf(NamedTuple):
     """The value of a new array: 1 for a scale, 0 for a history."""
 
 
+line_search: Any = jax.make_user_context(False)
+"""Whether a line search runs, which differentiates kernels and must not change their scaling state."""
+
+
 @jax.custom_jvp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
@@ -142,6 +146,16 @@ class OpBase:
     recipe: Recipe | None
     form: str = "direct"
     """The form of the op; a field of the ops whose row ``has_form``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuses operands, which a layer passes if it gets the class in the place of an op."""
+        if any(isinstance(x, jax.Array) for x in args):
+            raise TypeError(
+                f"{cls.__name__} is a class, and was called with arrays. A layer of NNX takes an instance: "
+                f"{cls.row.nnx_field}={cls.__name__}(). A layer of Linen takes the class, in a field whose "
+                "name ends with _cls, such as dot_general_cls."
+            )
+        return super().__new__(cls)
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Returns the value of one array of the state, and its name for errors."""
@@ -192,7 +206,7 @@ class OpBase:
             out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
         for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
-            if self.has_kernel and not is_max_dtype(state.scale):
+            if self.has_kernel and not (is_max_dtype(state.scale) or line_search.value):
                 return _checked(out, rhs, state.scale)
         return out
 

@@ -231,6 +231,4 @@ def calibrated_state(
     fresh = ScalingState(jnp.ones_like(old.scale), jnp.zeros_like(old.amax_history))
     history = next_state(fresh, fresh.scale, amax).amax_history
     scale = scale_of(quantizer, fresh._replace(amax_history=history))[..., None]
-    return jax.tree.map(
-        lambda new, old: jnp.where(amax > -jnp.inf, new, old), ScalingState(scale, history), old
-    )
+    return jax.tree.map(partial(jnp.where, amax > -jnp.inf), ScalingState(scale, history), old)

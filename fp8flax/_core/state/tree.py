@@ -22,13 +22,7 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import (
-    ScalingState,
-    check_state_dtype,
-    next_states,
-    on_device,
-    with_digests,
-)
+from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, on_device, with_digests
 
 # Finding the state in a tree.
 

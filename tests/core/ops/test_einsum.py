@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import fp8flax as fp8
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import calling
 
@@ -37,6 +38,16 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
     lhs, rhs, *_ = dot_general.call_args.args
     assert lhs.size in (X.size, X.size // 4)
     assert rhs.size in (y.size, y.size // 6)
+
+
+@pytest.mark.parametrize("recipe", [fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()])
+@pytest.mark.parametrize("eqn", ["ijk,jl->il", "jl,ijk->il"])
+def test_a_sum_that_overflows_stays_non_finite(recipe, eqn):
+    """A cast to FP8 would saturate it, and the result would be finite."""
+    operands = jnp.full((4, 5), 1e-3, jnp.float16), jnp.full((2, 4, 3), 3e4, jnp.float16)
+    lhs, rhs = operands if eqn.startswith("jl") else operands[::-1]
+    assert np.isinf(jnp.einsum(eqn, lhs, rhs)).all()
+    assert not np.isfinite(fp8.Fp8Einsum(recipe=recipe).apply({}, eqn, lhs, rhs)).any()
 
 
 @pytest.mark.parametrize(

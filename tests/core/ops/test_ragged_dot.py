@@ -172,6 +172,23 @@ def test_a_nan_stays_with_its_row_and_expert(value):
         np.testing.assert_array_equal(newest, expected, err_msg=role)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_nan_of_a_kernel_stays_with_its_expert(name):
+    """Rows of other experts in the same tile, and the other kernels, are as without it."""
+    sizes, mine = np.array(SIZES[0]), slice(100, 190)  # the rows of expert 2
+    state = fresh_state() if name == "delayed" else {}
+    x, w, g = data(0)
+    expected = make_step(name)(state, x, w, g, sizes)[:3]
+    w[2, 5, 7] = np.nan
+    actual = make_step(name)(state, x, w, g, sizes)[:3]
+    for ours, theirs, places in zip(actual, expected, ((mine, 7), (mine, 5), ())):
+        wanted = np.zeros(ours.shape, bool)
+        wanted[places] = bool(places)
+        np.testing.assert_array_equal(np.isnan(ours), wanted)
+        np.testing.assert_array_equal(ours[:100], theirs[:100])
+        np.testing.assert_array_equal(ours[190:], theirs[190:])
+
+
 # Small, under transformations. Integers that FP8 holds under every scale of a power of two: one call on all
 # of the data gives the same numbers, whatever the order of the sums.
 

@@ -1,0 +1,107 @@
+"""Kernels of experts, of ragged dots and of batched matmuls: frozen, written to files, and read back."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._audit import compiling
+from tests.cases import OWG, assert_same, normal, variables_of
+from tests.serve.net import RECIPES, X, read
+
+EXPERTS, DEPTH, COLUMNS = 3, 64, 160
+ROWS, SIZES = np.tile(X, (6, 1)), jnp.array([10, 0, 30])  # 48 rows, of which 8 belong to no expert
+
+
+class Experts(nn.Module):
+    """Experts whose op is given by hand, or left to ``quantize_model``."""
+
+    way: str = "by hand"
+
+    @nn.compact
+    def __call__(self, rows, sizes):
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        kernel = self.param("kernel", init, (EXPERTS, DEPTH, COLUMNS)).astype(rows.dtype)
+        if self.way == "batched":
+            return jnp.einsum("ecd,edf->ecf", rows.reshape(EXPERTS, -1, DEPTH), kernel)
+        multiply = fp8.Fp8RaggedDotOp() if self.way == "by hand" else jax.lax.ragged_dot
+        return multiply(rows, kernel, sizes)
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x, sizes):
+        axes = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
+        body = nn.scan(lambda layer, x, _: (layer(x, sizes)[:, :DEPTH], None), length=2, **axes)
+        return body(Experts(name="kernel"), x, None)[0]
+
+
+def frozen_experts(way, recipe, x=ROWS):
+    """Returns experts in training and frozen, each with its variables."""
+    model = Stack() if way == "stacked" else Experts(way)
+    model8 = model if way in ("by hand", "stacked") else fp8.quantize_model(model, include="")
+    variables = variables_of(model8, x, SIZES)
+    if recipe == "delayed":
+        variables = fp8.calibrate(lambda v, x: model8.apply(v, x, SIZES), variables, [x])
+    return model8, variables, *fp8.freeze(model8, variables, x, SIZES, weight_only=recipe == "weight_only")
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe", "name", "shape"),
+    [
+        ("by hand", "delayed", "weight_scale", (EXPERTS, 1)),
+        ("by hand", "block128", "weight_scale_inv", (EXPERTS, 2, 1)),
+        ("by hand", "weight_only", "weight_scale", (EXPERTS, COLUMNS, 1)),
+        ("converted", "current", "weight_scale", (EXPERTS, 1)),
+        ("converted", "mxfp8", "weight_scale", (EXPERTS, COLUMNS, 2)),
+        ("batched", "delayed", "weight_scale", (EXPERTS, 1)),
+        ("batched", "axiswise", "weight_scale", (EXPERTS, COLUMNS, 1)),
+        ("batched", "block128", "weight_scale_inv", (EXPERTS, 2, 1)),
+        ("batched", "nvfp4", "weight_global_scale", (EXPERTS, 1)),
+        ("stacked", "delayed", "weight_scale", (2, EXPERTS, 1)),
+    ],
+)
+def test_experts(way, recipe, name, shape, tmp_path):
+    """The bits of training; the shapes that vLLM documents; and back, bit for bit and dequantized."""
+    with fp8.autocast(recipe=RECIPES.get(recipe, RECIPES["current"])):
+        model8, variables, serve, served = frozen_experts(way, recipe)
+        out, expected = (
+            jax.jit(m.apply)(v, ROWS, SIZES) for m, v in ((serve, served), (model8, variables))
+        )
+    rename = {r"^kernel\.": "experts.w13_"}
+    fp8.save_safetensors(tmp_path / "a", serve, served, rename=rename)
+    assert read(tmp_path / "a")[0][f"experts.w13_{name}"].shape == shape
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    weight = checkpoint["experts.w13_weight"]
+    assert weight.shape[-3:] == (EXPERTS, COLUMNS, DEPTH)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (served, variables["params"]))
+    assert_same(fp8.load_into(zeros[0], checkpoint, rename=rename), served)
+    (values,) = jax.tree.leaves(fp8.load_into({"params": zeros[1]}, checkpoint, rename=rename))
+    np.testing.assert_array_equal(values, weight.dequantize().swapaxes(-1, -2))
+    if recipe == "weight_only":
+        expected = [ROWS[:10] @ values[0], ROWS[10:40] @ values[2], np.zeros((8, COLUMNS))]
+        np.testing.assert_allclose(out, np.concatenate(expected), rtol=1e-4, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(out, expected)
+    if way == "batched" and recipe == "delayed":  # one scale for all kernels: several cannot be held
+        checkpoint["experts.w13_weight"] = weight._replace(
+            scale=weight.scale * np.float32([[[1]], [[1]], [[2]]])
+        )
+        with pytest.raises(ValueError, match="with the recipe of the checkpoint"):
+            fp8.load_into(served, checkpoint, rename=rename)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block128", "weight_only"])
+def test_no_kernel_of_experts_is_made_wide(gpu, recipe):
+    """All arrays of a program for an H200 that are as large as the kernels of the experts are codes."""
+    x = normal(0, 512, DEPTH, dtype=jnp.bfloat16)
+    with fp8.autocast(recipe=RECIPES.get(recipe, RECIPES["current"])):
+        _, _, serve, served = frozen_experts("stacked", recipe, x)
+    target = compiling.find_target("h200")
+    program = compiling.compile_for(target, serve.apply, (served, x, SIZES)).as_text()
+    arrays = re.findall(r"(\w+)\[([\d,]+)\]", program)
+    assert {dtype for dtype, dims in arrays if {"3", "64", "160"} <= {*dims.split(",")}} == {"f8e4m3fn"}
