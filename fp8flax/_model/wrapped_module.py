@@ -107,8 +107,7 @@ def _in_call(method: Any) -> Any:
                 result = mapped(self, *args, **kwargs)
             except AssertionError as error:  # nn.scan does not say what is wrong
                 error.add_note(
-                    "If nn.scan stacks parameters along axis 2 or a later one: the scaling state of FP8 "
-                    "ops is stacked as they are, and has one dimension. Stack along axis 0, 1 or -1."
+                    "Scaling state is stacked as parameters are. Stack them along axis 0, 1 or -1."
                 )
                 raise
         if call.is_init and getattr(method, "__name__", "") == "__call__":

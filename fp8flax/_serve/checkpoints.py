@@ -41,7 +41,7 @@ DTYPES = {
 # The formats differ in the names of tensors.
 _TORCHAO = re.compile(r"(.*\.|)_(\w+)_qdata")
 """The name of the codes of ``<layer>.<name>`` in files of torchao; the scale is ``_<name>_scale``."""
-_BESIDE = ("", "_scale", "_scale_inv", "_global_scale", "_scale_2", "_packed", "_zero_point", "_g_idx")
+BESIDE = ("", "_scale", "_scale_inv", "_global_scale", "_scale_2", "_packed", "_zero_point", "_g_idx")
 """Endings of the tensors of a weight. If one is not used, codes times scales are not the weight."""
 _INPUT_SCALES = (("input_scale", "activation_scale"), ("input_global_scale",))
 """The names of the scale of a layer's input: in FP8, and in NVFP4."""
@@ -220,7 +220,7 @@ def paired(where: str | Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
         inputs = [name.removesuffix("weight") + end for end in _INPUT_SCALES[bool(of_tensor)]]
         of_input = next((part for part in inputs if part in tensors), "")
         parts = {part: np.asarray(tensors[part]) for part in (key, scale, of_tensor, of_input) if part}
-        others = [part for end in _BESIDE if (part := name + end) in tensors and part not in parts]
+        others = [part for end in BESIDE if (part := name + end) in tensors and part not in parts]
         entry = _quantized(parts[key], parts[scale], parts.get(of_tensor), parts.get(of_input))
         if entry is None or others:
             parts |= {part: tensors[part] for part in others}

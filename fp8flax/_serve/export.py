@@ -10,7 +10,6 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,15 +20,13 @@ from jax.sharding import PartitionSpec
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
-from fp8flax._serve.checkpoints import DTYPES, E4M3, INDEX, SINGLE
+from fp8flax._serve.checkpoints import BESIDE, DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-_ENDS = ("", "_scale", "_scale_inv", "_packed", "_global_scale")
-"""Endings of the names of a weight and of the scales beside it."""
 
 
 def save_safetensors(
@@ -74,9 +71,8 @@ def save_safetensors(
         rename: other names for the tensors: regular expressions and their replacements, each substituted
             wherever it is found in a name, in their order; or a function of one name that returns another.
             A name without a match stays unchanged. A pattern must match a name that a variable has in some
-            file: ``kernel$`` is right also if all kernels are in FP8, and so are named ``weight``. A wide
-            ``<layer>.kernel`` that is renamed to ``<layer>.weight`` is transposed to ``(out, in)``, as
-            PyTorch has it.
+            file, such as ``kernel$`` if all kernels are in FP8. A wide ``<layer>.kernel`` that is renamed
+            to ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
 
     Raises:
         OSError: a file cannot be written.
@@ -168,7 +164,7 @@ def new_names_of(
     new = {name: name for name in names}
     for path, x in variables.items() if rename else ():
         own, weight = names_of(path)
-        layer, of_weight = weight.removesuffix("weight"), [weight + end for end in _ENDS]
+        layer, of_weight = weight.removesuffix("weight"), [weight + end for end in BESIDE]
         possible = (own, *of_weight, layer + INPUT_SCALE) if len(x.shape) > 1 else (own,)
         new |= {name: name for name in possible}
     for pattern, replacement in (rename or {}).items():
@@ -358,10 +354,9 @@ def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapp
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     target = path.resolve()  # a symbolic link stays a link
-    folder = partial(tempfile.TemporaryDirectory, prefix=".fp8flax-", ignore_cleanup_errors=True)
     try:
         # Only this call knows the new folder. A file that ``open`` makes there has the usual permissions.
-        with folder(dir=target.parent) as own:
+        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent, ignore_cleanup_errors=True) as own:
             new = pathlib.Path(own, target.name)
             with open(new, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)

@@ -184,12 +184,8 @@ def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) ->
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    if len(stacks) == 1:
-        return None
-    return (
-        "its shape does not show along which axes loops stack it, its scaling state is stacked in another "
-        "order, or in NNX these axes are not the first"
-    )
+    unclear = "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
+    return None if len(stacks) == 1 else unclear
 
 
 def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> list[tuple[int, ...]]:
@@ -199,14 +195,14 @@ def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> li
     """
     whole, part = parameter.shape, tuple(found.kernel.sources[0].shape)
     experts = part[:1] if found.row.is_stack else ()  # their kernels have a scale each
-    known_axes = None if found.stacked is None else [found.stacked]
-    possible = []
-    for stack in known_axes or itertools.combinations(range(len(whole)), max(0, len(whole) - len(part))):
+
+    def fits(stack: tuple[int, ...]) -> bool:
         sizes = tuple(whole[i] for i in stack)
-        fits = tuple(n for i, n in enumerate(whole) if i not in stack) == part
-        if fits and all(x.shape[:-1] in (sizes, (*sizes, *experts)) for x in known.values()):
-            possible.append(stack)
-    return possible
+        is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
+        return is_rest and all(x.shape[:-1] in (sizes, (*sizes, *experts)) for x in known.values())
+
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    return [stack for stack in choices if found.stacked in (None, stack) and fits(stack)]
 
 
 def _stored(

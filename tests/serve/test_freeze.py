@@ -428,7 +428,7 @@ def test_layers_that_share_their_parameters():
     x = normal(0, 3, 16)
     frozen_alike(*trained(Shared(), x, recipe=RECIPES["delayed"]), x)
     by_hand = Shared(fp8.Fp8DotGeneralOp)  # with a state for each use of the one kernel
-    with pytest.warns(UserWarning, match="its scaling state is stacked in another order"):
+    with pytest.warns(UserWarning, match="its shape and its state do not show"):
         assert not narrow(frozen_alike(by_hand, by_hand.init(jax.random.key(0), x), x, x)[1])
 
 

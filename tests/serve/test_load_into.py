@@ -117,61 +117,45 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
 )
 def test_stacks_of_ops_by_hand(params, state, length, history, tmp_path):
     """Parameters and state along any axes: a step and the frozen model are those of a loop of layers."""
+    x, axes = normal(0, 4, 8), {"params": params, OWG: state}
     op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=history))
     dense = partial(nn.Dense, 8, use_bias=False, dot_general_cls=op)
-
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return dense(name="dense")(x), None
 
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes = {"params": params, OWG: state}
-            scan = nn.scan(Body, variable_axes=axes, length=length, split_rngs={"params": True})
-            return scan(name="layers")(x, None)[0]
+            options = {"variable_axes": axes, "split_rngs": {"params": True}, "length": length}
+            return nn.scan(lambda layer, x, _: (layer(x), None), **options)(dense(name="up"), x, None)[0]
 
-    def layer(variables, i):
-        axes = {"params": params, OWG: state}
-        return {
-            name: jax.tree.map(
-                lambda v, axis=axis: jnp.take(v, i, axis), variables[name]["layers"]["dense"]
-            )
-            for name, axis in axes.items()
-        }
+    def layers(variables):
+        one = [partial(jnp.take, indices=i) for i in range(length)]
+        return [
+            {c: jax.tree.map(partial(take, axis=axes[c]), variables[c]["up"]) for c in axes} for take in one
+        ]
 
     def one_by_one(layers):
-        out = normal(0, 4, 8)
+        out = x
         for each in layers:
             out = dense().apply(each, out)
         return jnp.mean(out**2), out
 
     @jax.jit
     def step(train_state):
-        grads = fp8.grad(lambda v: jnp.mean(train_state.apply_fn(v, normal(0, 4, 8)) ** 2))(
-            train_state.params
-        )
+        grads = fp8.grad(lambda v: jnp.mean(train_state.apply_fn(v, x) ** 2))(train_state.params)
         return train_state.apply_gradients(grads=grads)
 
-    model, sgd = Stack(), optax.sgd(0.1)
-    train_state = fp8.TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), normal(0, 4, 8)), tx=sgd
-    )
-    for _ in range(2):
-        before, train_state = train_state.params, step(train_state)
-    layers = [layer(before, i) for i in range(length)]
-    grads = jax.jit(fp8.grad(lambda layers: one_by_one(layers)[0]))(layers)
-    for i in range(length):
-        now = layer(train_state.params, i)
-        kernel = layers[i]["params"]["kernel"] - 0.1 * grads[i]["params"]["kernel"]
-        np.testing.assert_allclose(now["params"]["kernel"], kernel, rtol=1e-5, atol=1e-7)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), now[OWG], grads[i][OWG])
-    frozen, served = fp8.freeze(model, train_state.params, normal(0, 4, 8))
-    _, expected = one_by_one([layer(train_state.params, i) for i in range(length)])
-    np.testing.assert_allclose(frozen.apply(served, normal(0, 4, 8)), expected, rtol=1e-5, atol=1e-6)
+    model, close = Stack(), partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    variables = model.init(jax.random.key(0), x)
+    before = step(fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1)))
+    old, variables = layers(before.params), step(before).params
+    expected = jax.jit(fp8.grad(lambda layers: one_by_one(layers)[0]))(old)
+    for each, grads in zip(old, expected):
+        grads["params"]["kernel"] = each["params"]["kernel"] - 0.1 * grads["params"]["kernel"]
+    jax.tree.map(close, layers(variables), expected)
+    frozen, served = fp8.freeze(model, variables, x)
+    close(frozen.apply(served, x), one_by_one(layers(variables))[1])
+    assert served["params"]["up"]["kernel"].dtype == E4M3
     fp8.save_safetensors(tmp_path / "a", frozen, served)
-    assert served["params"]["layers"]["dense"]["kernel"].dtype == E4M3
     assert_same(fp8.load_into(zeros_like(served), fp8.read_checkpoint(tmp_path / "a")), served)
 
 
@@ -181,25 +165,22 @@ def test_stacks_that_are_refused():
     scan = nn.scan(Block, variable_axes={"params": 2}, length=3, split_rngs={"params": True})
     with pytest.raises(AssertionError) as error:
         fp8.quantize_model(scan(), include=".*").init(jax.random.key(0), X, None)
-    assert "Stack along axis 0, 1 or -1" in error.value.__notes__[0]
+    assert "along axis 0, 1 or -1" in error.value.__notes__[0]
+    axes, x = nnx.StateAxes({nnx.Param: 1, ...: 0}), normal(0, 3, 4, 8)
 
     class Stack(nnx.Module):
         def __init__(self):
-            self.axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
-
-            @nnx.split_rngs(splits=3)
-            @nnx.vmap(out_axes=self.axes)
-            def layers(rngs):
-                op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=2))
+            def layer(rngs):
+                op = fp8nnx.Fp8DotGeneralOp()
                 return nnx.Linear(8, 6, use_bias=False, dot_general=op, rngs=rngs)
 
-            self.layers = layers(nnx.Rngs(0))
+            self.layers = nnx.vmap(layer, out_axes=axes)(nnx.Rngs(0).split(3))
 
         def __call__(self, x):
-            return nnx.vmap(lambda layer, x: layer(x), in_axes=(self.axes, 0))(self.layers, x)
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, 0))(self.layers, x)
 
-    model, x = Stack(), normal(0, 3, 4, 8)
-    with pytest.warns(UserWarning, match="in NNX these axes are not the first"):
+    model = Stack()
+    with pytest.warns(UserWarning, match="in NNX only the first"):
         frozen = fp8.freeze(model, x)
     np.testing.assert_array_equal(frozen(x), model(x))
 
