@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.core
@@ -43,7 +44,7 @@ from fp8flax._model.converted_call import CODES, Call, as_own_arrays, as_struct,
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, inputs_of_calls, trace_apply
+from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 
 IS_FROZEN = (
@@ -53,7 +54,17 @@ IS_FROZEN = (
 """The error for a frozen model in the place of one to freeze."""
 
 
-def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""The positional and the keyword inputs of a call of each method to trace, by the method's name."""
+
+
+def freeze(
+    model: Any,
+    *args: Any,
+    weight_only: bool = False,
+    methods: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
     """Returns a model, and for Linen its variables, for serving: kernels in FP8, scales that do not change.
 
     Each op computes, bit for bit, what it computes in ``model``; with ``form="qdq"``, what its direct form
@@ -81,10 +92,12 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         *args: for a Linen model, first all its collections, with trained or calibrated state. Then inputs
-            to trace the model with, arrays or ``jax.ShapeDtypeStruct``. Without inputs, a Linen model that
-            comes from ``quantize_model`` is traced with the shapes of the last ``apply`` of each method.
+            to trace a call of the model with, arrays or ``jax.ShapeDtypeStruct``.
         weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
             in the inputs' dtype.
+        methods: inputs of other methods that will be called, by the names of the methods: a tuple of
+            positional inputs, or a mapping of keyword inputs. ``{"decode": (z,)}`` traces
+            ``model.decode(z)``. ``__call__`` may be among them, and is not traced if it has no inputs.
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -95,7 +108,8 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     Raises:
         MissingStateError: an op's scaling state is missing from the variables.
         ValueError: ``model`` is frozen, no FP8 op ran, or FP8 is switched off here.
-        TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping; or
+        TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping;
+            there are no inputs; ``methods`` is not a mapping of tuples and mappings; ``method`` is given; or
             ``weight_only`` is not a bool.
 
     Warns:
@@ -106,7 +120,7 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
         >>> variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
-        >>> serve_model, serve_variables = fp8.freeze(model8, variables)
+        >>> serve_model, serve_variables = fp8.freeze(model8, variables, x)
         >>> serve_variables["params"]["kernel"].dtype.name
         'float8_e4m3fn'
         >>> bool((serve_model.apply(serve_variables, x) == model8.apply(variables, x)).all())
@@ -118,12 +132,16 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     """
     check_bool("weight_only", weight_only)
     if is_nnx(model):
-        return importlib.import_module("fp8flax.nnx.freezing").freeze(model, args, kwargs, weight_only)
+        calls = _calls(model, args, kwargs, methods)
+        return importlib.import_module("fp8flax.nnx.freezing").freeze(model, calls, weight_only)
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
     if isinstance(getattr(model, "_fp8_make_call", None), Serving):
         raise ValueError(IS_FROZEN)
-    return _freeze_linen(model, args, kwargs, weight_only)
+    variables, *inputs = args or (kwargs.pop("variables", None),)
+    check_variables(variables)
+    check_params(variables)
+    return _freeze_linen(model, variables, _calls(model, inputs, kwargs, methods), weight_only)
 
 
 def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
@@ -144,20 +162,43 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, An
 # Freezing.
 
 
+def _calls(model: Any, inputs: Sequence[Any], keywords: Mapping[str, Any], methods: Any) -> Calls:
+    """Returns the calls to trace; raises ``TypeError`` if there are none, or an argument has no meaning."""
+    if "method" in keywords and "method" not in inspect.signature(type(model).__call__).parameters:
+        raise TypeError(
+            f"freeze has no argument method; got {keywords['method']!r}. Give the inputs of each method by "
+            "its name: methods={'decode': (z,)}."
+        )
+    calls: Calls = {"__call__": (tuple(inputs), dict(keywords))} if inputs or keywords else {}
+    if not isinstance(methods or {}, Mapping):
+        raise TypeError(f"methods must map names of methods to their inputs; got {type(methods).__name__}.")
+    for name, given in (methods or {}).items():
+        if not isinstance(given, tuple | list | Mapping):
+            raise TypeError(
+                "methods must have a tuple of positional inputs, or a mapping of keyword inputs, for each "
+                f"method; got {type(given).__name__} for {name!r}. Write methods={{{name!r}: (x,)}}."
+            )
+        if name in calls:
+            raise TypeError("The inputs of __call__ are given twice: by themselves, and in methods.")
+        calls[name] = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    if not calls:
+        raise TypeError(
+            "freeze needs inputs to trace the model with, arrays or jax.ShapeDtypeStruct; got none. Pass "
+            "them after the variables of a Linen model, freeze(model, variables, x), or after an NNX model, "
+            "freeze(model, x). Inputs of other methods than __call__ go into methods={'decode': (z,)}; "
+            "methods={'__call__': ()} is a call without inputs."
+        )
+    return calls
+
+
 def _freeze_linen(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool
+    model: nn.Module, variables: Mapping[str, Any], calls: Calls, weight_only: bool
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a frozen Linen model and its variables; see ``freeze``."""
-    variables, *inputs = args or (kwargs.pop("variables", None),)
-    check_variables(variables)
-    check_params(variables)
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
-    rules, calls = Rules(include=(), allow_unmatched=True), {}
-    if hasattr(model, "_fp8_rules"):  # otherwise the ops were given by hand
-        rules, calls = model._fp8_rules, inputs_of_calls(model)
-    if inputs or kwargs:
-        calls = {"__call__": (inputs, kwargs)}
+    # Without rules, the ops were given by hand.
+    rules = getattr(model, "_fp8_rules", Rules(include=(), allow_unmatched=True))
     seen, read = dict[Path, SeenOp](), set[Path]()
 
     class RecordingCall(Call):
@@ -171,8 +212,13 @@ def _freeze_linen(
 
     recording = convert(model, rules, RecordingCall)
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
-    for method, (args, kwargs) in calls.items():
-        needed = needed_inputs(trace_apply(recording, shapes, args, {**kwargs, "method": method}))
+    for name, inputs in calls.items():
+
+        def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
+            args, kwargs = inputs  # some names of the model's keywords may be those of apply
+            return getattr(bound, name)(*args, **kwargs)
+
+        needed = needed_inputs(trace_apply(recording, shapes, (inputs,), {"method": call}))
         found = zip(leaves_of(shapes), needed)
         read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})

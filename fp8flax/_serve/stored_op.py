@@ -112,10 +112,10 @@ def freeze_ops(
     """
     if not seen:
         raise ValueError(
-            "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
-            "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False)."
+            "No FP8 op ran in the calls that freeze traced. Convert the model by "
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. If "
+            "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
+            "freeze outside of autocast(enabled=False)."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)

@@ -20,7 +20,7 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._model.rules import Site
-from fp8flax._serve.freeze import IS_FROZEN
+from fp8flax._serve.freeze import IS_FROZEN, Calls
 from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
 from fp8flax.nnx.models import layers_of, nodes_of, op_of
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
@@ -74,13 +74,13 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
 
-def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
+def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     if nodes_of(model, FrozenOp):
         raise ValueError(IS_FROZEN)
     copy: Any = nnx.clone(model)
     layers, present = _layers_of(copy), nodes_of(copy, Fp8Op)
-    seen, read = _traced(model, args, kwargs)
+    seen, read = _traced(model, calls)
     kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
     state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
     unseen = present.keys() - seen
@@ -126,7 +126,7 @@ def _let_kernel_pass(module: Any, dtype: Any) -> None:
     module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
 
 
-def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     """Traces a copy of a model.
 
     Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
@@ -153,7 +153,7 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
 
     graphdef, state = nnx.split(model)
 
-    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(state: Any, name: str, args: Any, kwargs: Any) -> Any:
         copy: Any = nnx.merge(graphdef, state)
         layers, inputs = _layers_of(copy), [id(x) for x in jax.tree.leaves(state)]
         own = {id(site.module.kernel) for site in layers.values()}
@@ -165,12 +165,13 @@ def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path
                 _let_kernel_pass(site.module, kernel.dtype)
                 run = calling(site.op, partial(on_op, path, site, recipe.gemms))
                 setattr(site.module, site.name, nnx.static(run))
-        out = copy(*args, **kwargs)
+        out = getattr(copy, name)(*args, **kwargs)
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         others = [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
         got.clear()  # no tracer may outlive its trace
         return out, others
 
-    needed = needed_inputs(program_of(call, state, args, kwargs))
-    read |= {key for key, is_needed in enumerate(needed) if is_needed}
+    for name, inputs in calls.items():
+        needed = needed_inputs(program_of(call, state, (name, *inputs), {}))
+        read |= {key for key, is_needed in enumerate(needed) if is_needed}
     return seen, {_kernel_of(path) for path, key in keys.items() if key in read}
