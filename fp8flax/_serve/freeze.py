@@ -109,8 +109,8 @@ def freeze(
         MissingStateError: an op's scaling state is missing from the variables.
         ValueError: ``model`` is frozen, no FP8 op ran, or FP8 is switched off here.
         TypeError: ``model`` is not a module of Flax; the variables of a Linen model are not a mapping;
-            there are no inputs; ``methods`` is not a mapping of tuples and mappings; ``method`` is given; or
-            ``weight_only`` is not a bool.
+            there are no inputs; ``methods`` is not a mapping of tuples and mappings; ``method`` is given;
+            or ``weight_only`` is not a bool.
 
     Warns:
         UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
@@ -184,9 +184,8 @@ def _calls(model: Any, inputs: Sequence[Any], keywords: Mapping[str, Any], metho
     if not calls:
         raise TypeError(
             "freeze needs inputs to trace the model with, arrays or jax.ShapeDtypeStruct; got none. Pass "
-            "them after the variables of a Linen model, freeze(model, variables, x), or after an NNX model, "
-            "freeze(model, x). Inputs of other methods than __call__ go into methods={'decode': (z,)}; "
-            "methods={'__call__': ()} is a call without inputs."
+            "them: freeze(model, variables, x), or freeze(model, x) in NNX. Inputs of other methods than "
+            "__call__ go into methods={'decode': (z,)}; methods={'__call__': ()} is a call without inputs."
         )
     return calls
 
