@@ -48,9 +48,6 @@ from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
-CODES = "codes"
-"""The leaf of an op of a frozen model that holds the codes of its kernel."""
-
 
 class Call(Interception):
     """One call of a converted model by code outside of the model.
@@ -140,8 +137,7 @@ class Call(Interception):
     def _add_params(self, scope: Any, variables: Mapping[str, Any]) -> None:
         """Records the parameters among the variables in a scope, if they are those of the model."""
         if call_of(scope) is self:
-            params = nn.meta.unbox(variables.get(PARAMS, {}))
-            leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+            leaves = jax.tree_util.tree_flatten_with_path(variables.get(PARAMS, {}))[0]
             self.origins.add(((*scope.path, *path_names(path)), leaf) for path, leaf in leaves)
 
     # How a contraction is computed.
@@ -215,7 +211,7 @@ def split(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
     """Returns variables with the arrays of ops moved to another collection."""
-    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE, CODES}
+    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE}
     if here == PARAMS:
         leaves = {name.swapcase() for name in leaves}
     flat: dict[Path, Any] = {}

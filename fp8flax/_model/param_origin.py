@@ -169,6 +169,14 @@ class ParamOrigins:
                 axes = tuple(range(len(leaf.shape)))
                 self._set(leaf, Origin((Source(path, leaf.shape),), "", axes, steps))
 
+    def share(self, value: Any, other: Any) -> bool:
+        """Records that another value is the whole parameter that a value is; returns whether it is one."""
+        origin = self.of(value)
+        if origin is None or not origin.is_whole_parameter:
+            return False
+        self._set(other, origin)
+        return True
+
     def follow(
         self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
     ) -> None:

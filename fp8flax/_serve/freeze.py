@@ -1,23 +1,11 @@
 """``freeze``: turns a trained model of Linen or NNX into one for serving; runs frozen Linen models.
 
-The two sides of a frozen Linen model, with the dtype of each array::
-
-    the caller has and saves                      a method of the model sees
-    ------------------------                      --------------------------
-    params/                                       params/
-      Dense_0/                                      Dense_0/
-        kernel               e4m3  ---------+-----    kernel            float32, all Inf
-        bias                 float32        |         bias              float32
-        Fp8DotGeneralOp_0/                  |         fP8dOTgENERALoP_0/
-          kernel_scale       float32  ---+  +-----      CODES           e4m3
-          input_scale        float32  -+ +--------      KERNEL_SCALE    float32
-                                       +----------      INPUT_SCALE     float32
-
-The source of the model declares a float32 kernel, and reshapes or transposes it before the matmul. So the
-model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel. The op
-does not read the values of this kernel. They are Inf, so that other code that reads them is loud. (An op
-that cast the kernel itself back to FP8 would be simpler. But XLA would make all layers of a loop wide.) The
-codes and scales are where a converted model has its scaling state, see ``converted_call``.
+The codes of a kernel are where the kernel was. The source of the model declares a float32 kernel, and
+casts, reshapes or transposes it before the matmul. So a method that reads a stored kernel gets a
+``StandIn`` in front of the codes: it has the kernel's shape and dtype, and no values. The codes move as the
+model moves the stand-in, and the op takes them from it. All other code that needs the values raises an
+error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would make all layers of a loop
+wide.)
 """
 
 from __future__ import annotations
@@ -25,27 +13,38 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.core
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.traces import StandIn, current_handler
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import CODES, Call, as_own_arrays, as_struct, merged, split
+from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, trace_apply
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
+from fp8flax._serve.stored_op import (
+    Path,
+    Recording,
+    SeenOp,
+    ServedOp,
+    check_codes,
+    computed,
+    freeze_ops,
+    leaves_of,
+    record,
+)
 
 IS_FROZEN = (
     "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
@@ -200,8 +199,10 @@ def _freeze_linen(
     rules = getattr(model, "_fp8_rules", Rules(include=(), allow_unmatched=True))
     seen, read = dict[Path, SeenOp](), set[Path]()
 
-    class RecordingCall(Call):
+    class RecordingCall(Recording, Call):
         """A call in the trace; it records the ops that run."""
+
+        reads = read
 
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
@@ -251,6 +252,53 @@ class Serving:
         return ServingCall(self, model)
 
 
+@flax.struct.dataclass
+class StoredKernel(nn.meta.AxisMetadata[Any]):
+    """A box around the codes of a kernel, in the variables that a method sees; it holds a ``StandIn``."""
+
+    value: Any
+    codes_dtype: Any = flax.struct.field(pytree_node=False)
+    dtype: Any = flax.struct.field(pytree_node=False)
+    source: Path = flax.struct.field(pytree_node=False)
+
+    def unbox(self) -> StandIn:
+        """Returns what the method reads."""
+        call, codes, dtype = current_handler(), self.value, self.dtype
+        if codes.dtype != self.codes_dtype:  # a function of nn.map_variables has cast all parameters
+            codes, dtype = codes.astype(self.codes_dtype), codes.dtype
+        kernel = StandIn(codes, dtype, self.source)
+        if call is None or not call.origins.share(codes, kernel):
+            raise kernel.refused()
+        return kernel
+
+    def replace_boxed(self, val: Any) -> StoredKernel:
+        """Returns the box with other codes."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: Any) -> StoredKernel:
+        """Returns the box of stacked codes."""
+        return self
+
+    def remove_axis(self, index: int, params: Any) -> StoredKernel:
+        """Returns the box of the codes of one layer of a stack."""
+        return self
+
+    # A module that reads the variables of another one gets the box, and takes it for an array.
+
+    def __jax_array__(self) -> StandIn:
+        return self.unbox()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem"):
+    _operator = getattr(operator, f"__{_name}__")
+    setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
+
+
 class ServingCall(Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
@@ -259,7 +307,7 @@ class ServingCall(Call):
         self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the right side of the diagram at the top for the left side."""
+        """Returns the collections of the caller as the method sees them, with boxes around codes."""
         if self.is_init:
             raise ValueError(
                 "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
@@ -267,38 +315,43 @@ class ServingCall(Call):
             )
         params = as_own_arrays(variables.get(PARAMS, {}))
         given = leaves_of(nn.meta.unbox(params))
-        stored = {op.kernel: op for op in self._ops.values() if op.kernel in given}
-        wide = {path: jnp.full_like(given[path], jnp.inf, op.dtype) for path, op in stored.items()}
+        stored = dict[Path, StoredKernel]()
+        for op in self._ops.values():
+            if op.kernel in given:
+                codes = given[op.kernel]
+                check_codes(codes.dtype)
+                stored[op.kernel] = StoredKernel(codes, codes.dtype, op.dtype, op.kernel)
         of_ops = leaves_of(variables.get(OVERWRITE_WITH_GRADIENT, {}))  # of ops whose kernels are wide
         # The only parameters of an op are its scales.
         of_ops |= {path: x for path, x in given.items() if path[:-1] in self._ops}
-        of_ops |= {(*op.path, CODES): given[path] for path, op in stored.items()}
-        return merged({PARAMS: _replaced(params, wide), OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
+        return merged({PARAMS: _replaced(params, stored), OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the parameters; the caller has the other arrays."""
-        return {PARAMS: split(variables).get(PARAMS, {})}
+        params = split(variables).get(PARAMS, {})
+        is_stored = lambda x: isinstance(x, StoredKernel)  # noqa: E731
+        unboxed = jax.tree.map(lambda x: x.value if is_stored(x) else x, params, is_leaf=is_stored)
+        return {PARAMS: unboxed}
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         above = len(self.path)  # the model may be a part of another one
-        served, origin = self._ops.get(op.path[above:]), self.origins.of(rhs) or Origin()
-        whole = origin.sources[0].path[above:] if origin.is_whole_parameter else None
-        if served is None or served.kernel not in (None, whole):
+        served = self._ops.get(op.path[above:])
+        kernel = rhs.source if isinstance(rhs, StandIn) else None
+        if served is None or served.kernel != kernel:
             raise ValueError(
                 f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
                 "frozen. Freeze the model with inputs that reach the op as it is called here."
             )
-        if served.kernel is None:
+        if kernel is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
         lhs = lhs.astype(np.promote_types(lhs.dtype, rhs.dtype))  # codes do not widen the result
-        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in (*served.scales, CODES)}
+        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        codes = origin.rebuild(arrays.pop(CODES), casts=False)  # moved as the model moves the kernel
-        return computed(op.row, served.gemms, arrays, lhs, codes, *rest, **keywords)
+        return computed(op.row, served.gemms, arrays, lhs, rhs.codes, *rest, **keywords)

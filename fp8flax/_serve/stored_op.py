@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
@@ -29,7 +30,8 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
 from fp8flax._model.converted_call import as_struct
-from fp8flax._model.param_origin import Origin
+from fp8flax._model.interception import Interception
+from fp8flax._model.param_origin import MOVEMENTS, Origin
 from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
@@ -74,6 +76,21 @@ class ServedOp(NamedTuple):
     None if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
+
+
+class Recording(Interception):
+    """The calls that ``freeze`` traces: they record which parameters other code than an op reads."""
+
+    reads: set[Path]
+    """The paths of these parameters, as the frames of the call see them."""
+
+    def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+        """Computes a primitive, and records its operands, unless it moves them or holds programs."""
+        holds_programs = any("jaxpr" in name or name == "branches" for name in params)
+        if not (primitive.name in MOVEMENTS or holds_programs):
+            origins = (self.origins.of(x) or Origin() for x in operands)
+            self.reads |= {source.path for origin in origins for source in origin.sources}
+        return front.compute(primitive, operands, params)
 
 
 def leaves_of(tree: Any) -> Arrays:
@@ -256,6 +273,14 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
+def check_codes(dtype: Any) -> None:
+    """Raises ``TypeError`` if the dtype of a stored kernel is not that of codes."""
+    if dtype.itemsize != 1:
+        raise TypeError(
+            f"The kernel of a frozen model must stay in FP8; got {dtype}. Cast wide variables alone."
+        )
+
+
 def computed(
     row: type[Op],
     gemms: CustomRecipe,
@@ -271,10 +296,7 @@ def computed(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-    if codes.dtype.itemsize != 1:
-        raise TypeError(
-            f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast wide variables alone."
-        )
+    check_codes(codes.dtype)
     codes, scales = constant((codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).
     of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}

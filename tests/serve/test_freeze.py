@@ -366,7 +366,9 @@ class TestOtherCalls:
         """If freeze traces the method, too, the kernel stays wide."""
         model8, variables = trained(Penalized(), self.x)
         serve, served = fp8.freeze(model8, variables, self.x)
-        assert not np.isfinite(serve.apply(served, method="penalty")).any()
+        for method in ("penalty", lambda m: jnp.sum(jnp.abs(m.layer.variables["params"]["kernel"]))):
+            with pytest.raises(ValueError, match="layer/kernel is stored in FP8"):
+                serve.apply(served, method=method)
         with pytest.warns(UserWarning, match=READ):
             assert not narrow(fp8.freeze(model8, variables, self.x, methods={"penalty": ()})[1])
 
