@@ -16,40 +16,15 @@ from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
-import numpy as np
 from jax._src import core, source_info_util
 from jax._src.config import config_ext
+
+from fp8flax._compat.stand_in import refuse_stand_ins
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 """A reference to the current trace, if it is a front trace.
 
 ``jax.jit`` must not run there what it has compiled without it, because the trace would not see inside."""
-
-
-class StandIn(core.Tracer):
-    """Stands in front of FP8 codes for the wide array that a model reads; it owns no memory.
-
-    It has the shape of the codes and a wide dtype. The handler of a ``FrontTrace`` may take it as an
-    operand; no other trace computes with it.
-
-    Args:
-        codes: the FP8 codes.
-        dtype: the dtype of the array that the model reads.
-        source: the path of the parameter that the codes are stored in.
-    """
-
-    def __init__(self, codes: Any, dtype: Any, source: tuple[str, ...]) -> None:
-        aval = core.typeof(codes).update(dtype=np.dtype(dtype), weak_type=False)
-        super().__init__(core.trace_ctx.trace, aval)
-        self.codes, self.source = codes, source
-
-    def refused(self) -> ValueError:
-        """Returns the error for code that needs the values of the array."""
-        return ValueError(
-            f"The kernel {'/'.join(self.source)} is stored in FP8, and is read here in another way than in "
-            "the calls that freeze traced. Freeze the model with inputs that reach this code, and name all "
-            "methods that you call: freeze(…, methods={'decode': (z,)}). The kernel then stays wide."
-        )
 
 
 class FrontTrace(core.Trace):
@@ -74,7 +49,7 @@ class FrontTrace(core.Trace):
 
     def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive, as the trace behind computes it."""
-        _refuse_stand_ins(operands)
+        refuse_stand_ins(operands)
         return self.behind.process_primitive(primitive, operands, params)
 
     def open(self, program: Any, operands: Sequence[Any]) -> Any:
@@ -89,7 +64,7 @@ class FrontTrace(core.Trace):
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]
-        _refuse_stand_ins(operands)
+        refuse_stand_ins(operands)
         is_custom_vjp = method == "process_custom_vjp_call"
         compute = getattr(self.behind, method)
         return self.handler.on_function(is_custom_vjp, operands, lambda: compute(*args, **kwargs))
@@ -106,11 +81,9 @@ class FrontTrace(core.Trace):
         return getattr(self.behind, name)
 
 
-def _refuse_stand_ins(operands: Sequence[Any]) -> None:
-    """Raises ``ValueError`` if an operand has no values."""
-    for x in operands:
-        if isinstance(x, StandIn):
-            raise x.refused()
+def is_watched() -> bool:
+    """Returns whether code runs in a ``FrontTrace``, or in a function that JAX traces there."""
+    return _KEY.value is not None
 
 
 def current_scopes() -> str:

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.traces import FrontTrace, StandIn, current_handler, current_scopes, running_in
+from fp8flax._compat.stand_in import READ, StandIn, refuse
+from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
@@ -147,13 +148,15 @@ class Interception:
         A cast or a movement of a kernel that a frozen model stores moves its codes.
         """
         kernel = operands[0] if operands else None
+        if primitive.name == READ:
+            return StandIn(kernel, **params)
         if not isinstance(kernel, StandIn) or primitive.name not in MOVEMENTS:
             return front.compute(primitive, operands, params)
         if primitive.name == CAST:
             return StandIn(kernel.codes, params["new_dtype"], kernel.source)
         codes = front.compute(primitive, [kernel.codes], params)
         if getattr(codes, "size", None) != kernel.size:  # a part, several parts, or copies
-            raise kernel.refused()
+            raise refuse(kernel.source)
         return StandIn(codes, kernel.dtype, kernel.source)
 
     def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.stand_in import READ
+
 # Primitives that leave every value in its place.
 CAST = "convert_element_type"
-CASTS = (CAST, "copy", "sharding_constraint")
+CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
@@ -168,14 +170,6 @@ class ParamOrigins:
                 steps = None if self._what_is(leaf) == COMPUTED else ()
                 axes = tuple(range(len(leaf.shape)))
                 self._set(leaf, Origin((Source(path, leaf.shape),), "", axes, steps))
-
-    def share(self, value: Any, other: Any) -> bool:
-        """Records that another value is the whole parameter that a value is; returns whether it is one."""
-        origin = self.of(value)
-        if origin is None or not origin.is_whole_parameter:
-            return False
-        self._set(other, origin)
-        return True
 
     def follow(
         self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None

@@ -20,13 +20,13 @@ from typing import Any
 import flax.core
 import flax.linen as nn
 import jax
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.traces import StandIn, current_handler
+from fp8flax._compat.stand_in import StandIn, read_stored
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
@@ -43,6 +43,7 @@ from fp8flax._serve.stored_op import (
     computed,
     freeze_ops,
     leaves_of,
+    not_seen,
     record,
 )
 
@@ -222,15 +223,17 @@ def _freeze_linen(
         found = zip(leaves_of(shapes), needed)
         read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
-    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only)
+    unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
+    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only, unseen)
     params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
-    # The ops of wide kernels keep their state, if they still compute in FP8.
+    # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
+    wide |= set() if weight_only else unseen
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, rules, Serving(tuple(ops))), served
+    return convert(model, rules, Serving(tuple(ops), weight_only)), served
 
 
 def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
@@ -246,6 +249,7 @@ class Serving:
     """The static description of a frozen model (hashable). It makes the calls of the model."""
 
     ops: tuple[ServedOp, ...]
+    weight_only: bool
 
     def __call__(self, model: Any) -> Call:
         """Returns a new call of a model."""
@@ -261,15 +265,12 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
     dtype: Any = flax.struct.field(pytree_node=False)
     source: Path = flax.struct.field(pytree_node=False)
 
-    def unbox(self) -> StandIn:
+    def unbox(self) -> jax.Array:
         """Returns what the method reads."""
-        call, codes, dtype = current_handler(), self.value, self.dtype
+        codes, dtype = self.value, self.dtype
         if codes.dtype != self.codes_dtype:  # a function of nn.map_variables has cast all parameters
             codes, dtype = codes.astype(self.codes_dtype), codes.dtype
-        kernel = StandIn(codes, dtype, self.source)
-        if call is None or not call.origins.share(codes, kernel):
-            raise kernel.refused()
-        return kernel
+        return read_stored(codes, dtype, self.source)
 
     def replace_boxed(self, val: Any) -> StoredKernel:
         """Returns the box with other codes."""
@@ -285,7 +286,7 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
 
     # A module that reads the variables of another one gets the box, and takes it for an array.
 
-    def __jax_array__(self) -> StandIn:
+    def __jax_array__(self) -> jax.Array:
         return self.unbox()
 
     def __getattr__(self, name: str) -> Any:
@@ -304,7 +305,7 @@ class ServingCall(Call):
 
     def __init__(self, serving: Serving, model: Any) -> None:
         super().__init__(model)
-        self._ops = {op.path: op for op in serving.ops}
+        self._ops, self._weight_only = {op.path: op for op in serving.ops}, serving.weight_only
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them, with boxes around codes."""
@@ -338,20 +339,17 @@ class ServingCall(Call):
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         above = len(self.path)  # the model may be a part of another one
-        served = self._ops.get(op.path[above:])
+        gemms = CustomRecipe() if self._weight_only or recipe is None else recipe.gemms
+        served = self._ops.get(op.path[above:], ServedOp(op.path, gemms))  # or one that did not run
         kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if served is None or served.kernel != kernel:
-            raise ValueError(
-                f"The FP8 op at {'/'.join(op.path)} did not run with this kernel when the model was "
-                "frozen. Freeze the model with inputs that reach the op as it is called here."
-            )
+        if served.kernel != kernel:
+            raise not_seen(op.path)
         if kernel is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
-        lhs = lhs.astype(np.promote_types(lhs.dtype, rhs.dtype))  # codes do not widen the result
         arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        return computed(op.row, served.gemms, arrays, lhs, rhs.codes, *rest, **keywords)
+        return computed(op.row, served.gemms, arrays, lhs, rhs, *rest, **keywords)

@@ -140,21 +140,21 @@ class ModuleCall(Interception):
         site = site._replace(name=f"{prefix}_{site.name.replace('-', '_')}")
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
-        op = op_of(site)
-        return NOT_CONVERTED if op is None else by(op)
+        op = getattr(site.module, site.name, None)
+        return NOT_CONVERTED if op is None or isinstance(op, LeftWide) else by(op)
 
 
-def watch(node: Any) -> None:
-    """Makes the methods of a module run in a ``ModuleCall``."""
+def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
+    """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree))
+    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree, make_call))
 
 
-def _watched_class(cls: Any, is_pytree: bool) -> Any:
-    """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body = {}
+def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module, method)``."""
+    body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
@@ -169,7 +169,7 @@ def _watched(method: Any) -> Any:
         call = current_handler()
         if isinstance(call, ModuleCall) and call.frames[-1].module is self:
             return method(self, *args, **kwargs)
-        with unwatched(), ModuleCall(self, method.__name__).watching():
+        with unwatched(), self._fp8_make_call(self, method.__name__).watching():
             return method(self, *args, **kwargs)
 
     return watched
