@@ -231,7 +231,8 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     leaves = leaves_of(state)
     shapes = {path: jnp.shape(x) for path, x in leaves.items()}
 
-    def call(state: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def recorded(state: Any) -> Any:
+        """Returns a copy of the model whose calls are recorded."""
         copy: Any = nnx.merge(graphdef, state)
         for path, module, op in [*_ops_of(copy, Fp8Op)]:
             if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
@@ -243,20 +244,26 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             if _has_methods(module):
                 module._fp8_path = path
                 watch(module, RecordingCall)
-        out = getattr(copy, name)(*args, **kwargs)
-        for one in running:
-            read.update(map(one.path_of, one.reads))
-        running.clear()  # no tracer may outlive its trace
+        return copy
+
+    def call(state: Any, calls: Calls) -> Any:
+        """Returns the results of all calls, and what they leave in the variables of the model."""
+        out, left = list[Any](), list[tuple[Path, Any]]()
+        for name, (args, kwargs) in calls.items():
+            copy = recorded(state)
+            out.append(getattr(copy, name)(*args, **kwargs))
+            left += ((path, x.get_raw_value()) for path, x in nodes_of(copy, nnx.Variable).items())
+            for one in running:
+                read.update(map(one.path_of, one.reads))
+            running.clear()  # no tracer may outlive its trace
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         kernels = {source.path for op in seen.values() for source in op.kernel.sources}
-        others = {path: x.get_raw_value() for path, x in nodes_of(copy, nnx.Variable).items()}
-        return out, [x for path, x in others.items() if path not in kernels]
+        return out, [x for path, x in left if path not in kernels]
 
     def on_set(path: Path, kernel: Any, value: Any) -> Any:
         read.add(path)
         return value
 
-    for name, inputs in calls.items():
-        needed = needed_inputs(program_of(call, state, (name, *inputs), {}))
-        read |= {path for path, is_needed in zip(leaves, needed) if is_needed}
+    needed = needed_inputs(program_of(call, state, (calls,), {}))
+    read |= {path for path, is_needed in zip(leaves, needed) if is_needed}
     return seen, read

@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import RECIPES, normal
+from tests.cases import RECIPES, largest_array, normal
 from tests.nnx.layout import to_linen
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
@@ -269,7 +269,7 @@ class Einsum(nnx.Module):
 
     def __init__(self, eqn, shape, rngs):
         self.eqn, init = eqn, nnx.initializers.lecun_normal()
-        self.w = nnx.Param(init(rngs.params(), shape), sharding_names=("a",) * len(shape))
+        self.w = nnx.Param(init(rngs.params(), shape), note="the user's")
 
     def __call__(self, x):
         return jnp.einsum(self.eqn, x, self.w)  # the variable itself
@@ -333,11 +333,17 @@ def test_kernels_that_modules_multiply_by_themselves(cls, recipe):
     np.testing.assert_array_equal(
         nnx.jit(lambda m, x: m(x))(frozen, ROWS), nnx.jit(lambda m, x: m(x))(model, ROWS)
     )
-    names = (frozen.blocks if cls is Stacked else frozen).gate.w.sharding_names
-    assert names[-2:] == ("a", "a")
+    assert (frozen.blocks if cls is Stacked else frozen).gate.w.note == "the user's"
     again = nnx.merge(*nnx.split(frozen))
-    of_x = jax.grad(lambda x: jnp.sum(again(x)))(ROWS)
-    assert np.isfinite(of_x).all()
+    of_x = nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(again, ROWS)
+    assert (np.abs(of_x) > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen", "ignore:These kernels .*last/dot_general")
+def test_a_call_makes_no_wide_kernel():
+    frozen = fp8.freeze(fp8.quantize_model(Block(nnx.Rngs(0)), ROWS, include=".*"), ROWS)
+    graphdef, state = nnx.split(frozen)
+    assert largest_array(lambda state, x: nnx.merge(graphdef, state)(x), state, ROWS[:1]) == 16 * 16
 
 
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
@@ -349,14 +355,19 @@ def test_what_freeze_did_not_see():
     for call in (
         frozen.gate.penalty,
         partial(frozen.gate.first_half, ROWS),
-        partial(nnx.jit(frozen.gate.penalty)),
+        partial(nnx.jit(lambda model: model.gate.penalty()), frozen),
     ):
         with pytest.raises(ValueError, match="gate/w is stored in FP8"):
             call()
     model.gate.w.set_metadata(on_get_value=lambda _, value: 2 * value)  # a hook of the user
-    with pytest.warns(UserWarning, match=r"gate/w \("):
+    with pytest.warns(UserWarning, match=r"gate/fp8_w \(it did not run"):
         frozen = fp8.freeze(model, ROWS)
     np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+    layer = fp8.quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), RECIPES["current"], include=".*")
+    layer.kernel.set_metadata(on_get_value=lambda _, value: 2 * value)
+    with pytest.warns(UserWarning, match=r"wide: kernel \("):
+        np.testing.assert_array_equal(fp8.freeze(layer, ROWS)(ROWS), layer(ROWS))
+    model.gate.w.del_metadata("on_get_value")
     with pytest.warns(UserWarning, match=r"w \(something else"):
         fp8.freeze(model.gate, ROWS, methods={"penalty": ()})
 

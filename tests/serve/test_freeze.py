@@ -18,7 +18,7 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from tests import reference
-from tests.cases import OWG, RECIPES, flat, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
@@ -410,6 +410,13 @@ class Autoencoder(nn.Module):
 
     def __call__(self):
         return self.decoder(self.encoder(jnp.ones((2, 8))))
+
+
+@pytest.mark.parametrize("name", ["own", "scan"])
+def test_a_call_makes_no_wide_kernel(name):
+    x = normal(0, 1, 8)
+    serve, served = fp8.freeze(*trained(MODELS[name][0](), x), x)
+    assert largest_array(serve.apply, served, x) == (8 * 8 if name == "own" else 8 * 4)
 
 
 class TestMethods:
