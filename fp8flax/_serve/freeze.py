@@ -26,7 +26,6 @@ from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.stand_in import StandIn, read_stored
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
-from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
@@ -72,12 +71,13 @@ def freeze(
     those that the next step would use. Recipes without state continue to scale inputs from current data.
 
     A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
-    at most cast, reshaped or transposed, and nothing else reads it. In NNX the matmul must be that of a
-    layer of Flax. All other kernels stay wide, and their ops quantize them at each call: parts of
-    parameters, an embedding that is tied to the logits, kernels of convolutions and ragged dots, NVFP4
-    kernels whose matmul does not sum over a multiple of 16 values, and stacked kernels in Linen whose shape
-    does not show the axis of the stack, such as ``(8, 8, 4)``. A method of a Linen model that was not
-    traced, and reads a stored kernel in another way, reads Inf.
+    at most cast, reshaped or transposed, and nothing else reads it. (Layers of NNX that share a kernel, and
+    multiply by it in one way, share its codes.) All other kernels stay wide, and their ops quantize them at
+    each call: parts of parameters, an embedding that is tied to the logits, kernels of convolutions and
+    ragged dots, NVFP4 kernels whose matmul does not sum over a multiple of 16 values, and stacked kernels
+    in Linen whose shape does not show the axis of the stack, such as ``(8, 8, 4)``. An op that did not run
+    in the traced calls computes as in training. Code that was not traced, and reads a stored kernel in
+    another way, raises ``ValueError``.
 
     The scales are beside the kernel, in ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
     ``input_scale``, if it is fixed; in NVFP4 ``kernel_scale`` has a scale for 16 values of each output
@@ -113,8 +113,8 @@ def freeze(
             or ``weight_only`` is not a bool.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-            data.
+        UserWarning: kernels of FP8 ops stay wide, or ops did not run, with the reason for each; or delayed
+            scales have seen no data.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -230,10 +230,10 @@ def _freeze_linen(
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
     wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    wide |= set() if weight_only else unseen
+    wide |= unseen
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, rules, Serving(tuple(ops), weight_only)), served
+    return convert(model, rules, Serving(tuple(ops))), served
 
 
 def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
@@ -249,7 +249,6 @@ class Serving:
     """The static description of a frozen model (hashable). It makes the calls of the model."""
 
     ops: tuple[ServedOp, ...]
-    weight_only: bool
 
     def __call__(self, model: Any) -> Call:
         """Returns a new call of a model."""
@@ -305,7 +304,7 @@ class ServingCall(Call):
 
     def __init__(self, serving: Serving, model: Any) -> None:
         super().__init__(model)
-        self._ops, self._weight_only = {op.path: op for op in serving.ops}, serving.weight_only
+        self._ops = {op.path: op for op in serving.ops}
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them, with boxes around codes."""
@@ -339,10 +338,11 @@ class ServingCall(Call):
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         above = len(self.path)  # the model may be a part of another one
-        gemms = CustomRecipe() if self._weight_only or recipe is None else recipe.gemms
-        served = self._ops.get(op.path[above:], ServedOp(op.path, gemms))  # or one that did not run
+        served = self._ops.get(op.path[above:])
         kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if served.kernel != kernel:
+        if served is None and kernel is None:  # the op did not run when the model was frozen
+            return op._compute(recipe, lhs, rhs, *rest, **keywords)
+        if served is None or served.kernel != kernel:
             raise not_seen(op.path)
         if kernel is None:
             return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -94,12 +94,13 @@ class FrozenOp(nnx.Module):
     def __init__(self, row: type[Op], served: ServedOp, kernel: Path, scales: Mapping[str, Frozen]):
         self.row, self.served = row, served
         self.kernel = kernel
-        """The path of its kernel in the module that has the op."""
+        """The path of its kernel in the module that has the op; if it is elsewhere, in the frozen model."""
         for name, scale in scales.items():
             setattr(self, name, scale)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result for a stored kernel, called as the op that it replaces."""
+        args = _values(args)  # before the hooks of variables return codes
         with unwatched(), jax.named_scope("/".join(self.served.path[:-1]) or "model"):
             return calling(self.row, self._computed)(*args, **kwargs)
 
@@ -123,7 +124,8 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
         path = *module, name
         if isinstance(op, FrozenOp):
             # The first op of a shared kernel has it; the paths of the others are not among the arrays.
-            kernel = stored.pop(id(nodes_of(parent, Frozen)[op.kernel]), (*module, *op.kernel))
+            own = nodes_of(parent, Frozen).get(op.kernel)
+            kernel = op.kernel if own is None else stored.pop(id(own), (*module, *op.kernel))
             ops.append(op.served._replace(path=path, kernel=kernel))
         else:  # of a wide kernel
             ops.append(ServedOp(path, op.recipe.gemms))
@@ -143,10 +145,10 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
     unseen = present.keys() - seen
     ops, codes, scales = freeze_ops(seen, read, params, state, weight_only, unseen, may_share=True)
-    for op in present.values():
+    for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
         # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
-        op.recipe = CustomRecipe() if weight_only else op._recipe_in_use()
+        op.recipe = CustomRecipe() if weight_only and path in seen else op._recipe_in_use()
     stored = {op.kernel: op.dtype for op in ops if op.kernel is not None}
     for path, dtype in stored.items():
         kernel: Any = variables[path]
@@ -158,16 +160,21 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
         if served.kernel is not None:
             module, op = sites[served.path]
             places = {id(x): path for path, x in nodes_of(module, Frozen).items()}
-            own = {}
+            kernel, own = places.get(id(variables[served.kernel]), served.kernel), {}
             for name in served.scales:
                 owner = served.path if name == INPUT_SCALE else served.kernel
                 own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
-            frozen = FrozenOp(op.row, served, places[id(variables[served.kernel])], own)
+            frozen = FrozenOp(op.row, served, kernel, own)
             setattr(module, served.path[-1], nnx.data(frozen))
     for module in nodes_of(copy, nnx.Module).values():
         if _has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
     return copy
+
+
+def _values(args: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the arguments of an op, of which some may be variables, as arrays."""
+    return tuple(x.get_value() if isinstance(x, nnx.Variable) else x for x in args)
 
 
 def _has_methods(module: Any) -> bool:
@@ -179,7 +186,7 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
     """Yields the path, the module and the op for each op that is an attribute of a module."""
     for path, module in nodes_of(model, nnx.Module).items():
         for name, op in vars(module).items():
-            if isinstance(op, cls) and _has_methods(module):
+            if isinstance(op, cls):
                 yield (*path, name), module, op
 
 
@@ -218,6 +225,7 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
         return Origin()
 
     def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
+        lhs, rhs = _values((lhs, rhs))
         origin, stack = origin_of(rhs), None
         if (kernel := (*path[:-1], "kernel")) in paths and not origin.sources:  # of a layer
             origin = Origin((Source(paths[kernel], rhs.shape),))
@@ -225,7 +233,8 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             whole, part = shapes[origin.sources[0].path], origin.sources[0].shape
             num_stacked = len(whole) - len(part)
             stack = tuple(range(num_stacked)) if whole[num_stacked:] == part else None
-        return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
+        with unwatched():
+            return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
 
     graphdef, state = nnx.split(model)
     leaves = leaves_of(state)

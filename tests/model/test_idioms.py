@@ -88,7 +88,8 @@ def test_methods():
         out, made = MODEL8.init_with_output(KEY, X, method=method)
         np.testing.assert_array_equal(out, expected)
         assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
-    _, encoder = fp8.freeze(MODEL8, variables, methods={"encode": (X,)}, weight_only=True)
+    with pytest.warns(UserWarning, match="decoder"):
+        _, encoder = fp8.freeze(MODEL8, variables, methods={"encode": (X,)}, weight_only=True)
     assert encoder["params"]["encoder"]["kernel"].itemsize == 1
     of_submodule = fp8.report(fp8.quantize_model(Coder(nn.Dense(8)), **ALL), X, method="head")
     assert [row.path for row in of_submodule.converted] == ["head"]
