@@ -203,7 +203,7 @@ def freeze_ops(
 def _have_one_kernel(seen: Mapping[Path, SeenOp], plans: Mapping[Path, Any], *paths: Path) -> bool:
     """Returns whether two ops multiply by the same values of one kernel, in the same orientation."""
     a, b = (
-        (op.kernel, op.row, plan.recipe.forward.rhs, [dims[1] for dims in plan.dimension_numbers])
+        (op.kernel, op.row, plan.recipe.forward, [dims[1] for dims in plan.dimension_numbers])
         if plan is not None
         else None
         for op, plan in ((seen[path], plans[path]) for path in paths)

@@ -408,6 +408,27 @@ def test_layers_that_share_a_kernel(how, tmp_path):
     assert names == {"a.weight", "a.weight_scale", "a.input_scale", "b.input_scale", "a.bias", "b.bias"}
 
 
+def test_ops_by_hand_in_lists_and_dicts():
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            op, matrix = (
+                partial(fp8nnx.Fp8DotGeneralOp, recipe=RECIPES["current"]),
+                nnx.initializers.normal(),
+            )
+            self.ops = nnx.List([op(), fp8nnx.Fp8Einsum(recipe=RECIPES["current"])])
+            self.w = nnx.List([nnx.Param(matrix(rngs.params(), (16, 16))) for _ in range(2)])
+            self.layers = nnx.Dict({"a": nnx.Linear(16, 16, dot_general=op(), rngs=rngs)})
+
+        def __call__(self, x):
+            x = self.ops[0](x, self.w[0], (((1,), (0,)), ((), ())))
+            return self.layers["a"](self.ops[1]("bi,oi->bo", x, self.w[1][...]))
+
+    model = Own(nnx.Rngs(0))
+    frozen = fp8.freeze(model, ROWS)
+    assert stored(frozen) == {"w/0", "w/1", "layers/a/kernel"}
+    np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+
+
 def test_methods():
     class Autoencoder(nnx.Module):
         def __init__(self):
