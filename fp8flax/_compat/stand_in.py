@@ -30,9 +30,9 @@ class StandIn(core.Tracer):
     The handler of a ``FrontTrace`` may take it as an operand; no trace of JAX computes with it.
     """
 
-    def __init__(self, codes: Any, dtype: Any, source: tuple[str, ...]) -> None:
+    def __init__(self, front: Any, codes: Any, dtype: Any, source: tuple[str, ...]) -> None:
         aval = core.typeof(codes).update(dtype=np.dtype(dtype), weak_type=False)
-        super().__init__(core.trace_ctx.trace, aval)
+        super().__init__(front, aval)
         self.codes = codes
         self.source = source
         """The path of the parameter that the codes are stored in."""

@@ -149,15 +149,15 @@ class Interception:
         """
         kernel = operands[0] if operands else None
         if primitive.name == READ:
-            return StandIn(kernel, **params)
+            return StandIn(front, kernel, **params)
         if not isinstance(kernel, StandIn) or primitive.name not in MOVEMENTS:
             return front.compute(primitive, operands, params)
         if primitive.name == CAST:
-            return StandIn(kernel.codes, params["new_dtype"], kernel.source)
+            return StandIn(front, kernel.codes, params["new_dtype"], kernel.source)
         codes = front.compute(primitive, [kernel.codes], params)
         if getattr(codes, "size", None) != kernel.size:  # a part, several parts, or copies
             raise refuse(kernel.source)
-        return StandIn(codes, kernel.dtype, kernel.source)
+        return StandIn(front, codes, kernel.dtype, kernel.source)
 
     def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
         """Computes a function that is not looked into; the trace in front calls this method."""
