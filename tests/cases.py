@@ -383,3 +383,10 @@ def tiled_gemm_in_jax(
         return lax.fori_loop(0, num_blocks(t, *tables), add, jnp.zeros((128, shape[1])))
 
     return lax.map(of_tile, lax.iota(np.int32, shape[0] // 128)).reshape(shape).astype(out_dtype)
+
+
+def largest_array(function, *args):
+    """Returns the bytes of the largest array that a function makes if it is called without ``jax.jit``."""
+    program = jax.make_jaxpr(function)(*args)  # each of its equations is then computed by itself
+    made = [var.aval for eqn in program.eqns for var in eqn.outvars]
+    return max(aval.size * aval.dtype.itemsize for aval in made)

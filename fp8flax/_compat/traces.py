@@ -19,6 +19,8 @@ from typing import Any
 from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
+from fp8flax._compat.stand_in import refuse_stand_ins
+
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 """A reference to the current trace, if it is a front trace.
 
@@ -47,6 +49,7 @@ class FrontTrace(core.Trace):
 
     def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Returns the result of a primitive, as the trace behind computes it."""
+        refuse_stand_ins(operands)
         return self.behind.process_primitive(primitive, operands, params)
 
     def open(self, program: Any, operands: Sequence[Any]) -> Any:
@@ -62,6 +65,7 @@ class FrontTrace(core.Trace):
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]
+        refuse_stand_ins(operands)
         is_custom_vjp = method == "process_custom_vjp_call"
         compute = getattr(self.behind, method)
         return self.handler.on_function(is_custom_vjp, operands, lambda: compute(*args, **kwargs))
@@ -76,6 +80,11 @@ class FrontTrace(core.Trace):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.behind, name)
+
+
+def is_watched() -> bool:
+    """Returns whether code runs in a ``FrontTrace``, or in a function that JAX traces there."""
+    return _KEY.value is not None
 
 
 def current_scopes() -> str:

@@ -51,9 +51,6 @@ from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
 
-CODES = "codes"
-"""The leaf of an op of a frozen model that holds the codes of its kernel."""
-
 
 class Call(Interception):
     """One call of a converted model by code outside of the model.
@@ -157,7 +154,7 @@ class Call(Interception):
         names = sorted(variables, key=lambda name: name != PARAMS)  # one array may be in two collections
         for collection in names if call_of(scope) is self else ():
             kind = "" if collection == PARAMS else f"a variable of the collection {collection!r}"
-            leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(variables[collection]))[0]
+            leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
 
     # How a contraction is computed.
@@ -251,7 +248,7 @@ def split(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
     """Returns variables with the arrays of ops moved to another collection."""
-    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE, CODES}
+    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE}
     if here == PARAMS:
         leaves = {name.swapcase() for name in leaves}
     flat: dict[Path, Any] = {}

@@ -18,12 +18,13 @@ from typing import Any
 import jax
 
 from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.stand_in import READ, StandIn, refuse
 from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
 from fp8flax._linen.ops import row_of
-from fp8flax._model.param_origin import Origin, ParamOrigins
+from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
 HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9]+)\b")
@@ -168,10 +169,27 @@ class Interception:
                 return front.open(params["jaxpr"], operands)
             return self._rematerialized(front, operands, params)
         with scope, having(self, is_passing=True):
-            results = front.compute(primitive, operands, params)
+            results = self.compute(front, primitive, operands, params)
         all_results = results if primitive.multiple_results else [results]
         self.origins.follow(operands, all_results, primitive, params)
         return results
+
+    def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+        """Computes a primitive that is not a contraction in FP8.
+
+        A cast or a movement of a kernel that a frozen model stores moves its codes.
+        """
+        kernel = operands[0] if operands else None
+        if primitive.name == READ:
+            return StandIn(front, kernel, **params)
+        if not isinstance(kernel, StandIn) or primitive.name not in MOVEMENTS:
+            return front.compute(primitive, operands, params)
+        if primitive.name == CAST:
+            return StandIn(front, kernel.codes, params["new_dtype"], kernel.source)
+        codes = front.compute(primitive, [kernel.codes], params)
+        if getattr(codes, "size", None) != kernel.size:  # a part, several parts, or copies
+            raise refuse(kernel.source)
+        return StandIn(front, codes, kernel.dtype, kernel.source)
 
     def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
         """Computes a function that is not looked into; the trace in front calls this method."""

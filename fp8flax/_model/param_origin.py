@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.stand_in import READ
+
 # Primitives that leave every value in its place.
 CAST = "convert_element_type"
-CASTS = (CAST, "copy", "sharding_constraint")
+CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.

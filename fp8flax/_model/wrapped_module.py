@@ -16,7 +16,7 @@ from fp8flax._compat.flax_context import running
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import CALL, call_of, having
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.converted_call import Call, as_struct
+from fp8flax._model.converted_call import Call
 from fp8flax._model.rules import Rules
 
 
@@ -59,7 +59,7 @@ def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn
     cls = getattr(model, "_fp8_base", type(model))
     new = object.__new__(subclass_of(cls, _converted_class, rules, make_call))
     fresh = model.clone(parent=None)  # has an identity of its own
-    vars(new).update({**vars(model), **vars(fresh), "_fp8_inputs": {}})
+    vars(new).update({**vars(model), **vars(fresh)})
     return cast(nn.Module, new)
 
 
@@ -127,14 +127,6 @@ class _Converted:
         method = _as_method(self, method)
         return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_fp8_inputs"}
-
-
-def inputs_of_calls(model: Any) -> dict[str, Any]:
-    """Returns the inputs of the last ``apply`` or ``init`` of each method, by its name, without arrays."""
-    return vars(model).setdefault("_fp8_inputs", {})
-
 
 def _as_method(model: Any, method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
@@ -145,9 +137,7 @@ def _as_method(model: Any, method: Any) -> Any:
 
         def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
             with running(bound):
-                result = own(bound, *args, **kwargs)
-            inputs_of_calls(model)[name] = jax.tree.map(as_struct, (args, kwargs))
-            return result
+                return own(bound, *args, **kwargs)
 
         return run
     if isinstance(function, str):  # a submodule, or a method that Linen does not wrap

@@ -86,7 +86,7 @@ def save_safetensors(
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
         >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
         >>> x = jnp.ones((2, 4))
-        >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
+        >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x), x)
         >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
         >>> fp8.save_safetensors(path, serve_model, served, rename={"^kernel": "model.proj"})
         >>> import safetensors
@@ -110,7 +110,12 @@ def save_safetensors(
 
 
 def weights_for_serving(
-    model: Any, *args: Any, rename: Rename | None = None, weight_only: bool = False, **kwargs: Any
+    model: Any,
+    *args: Any,
+    rename: Rename | None = None,
+    weight_only: bool = False,
+    methods: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
@@ -132,7 +137,7 @@ def weights_for_serving(
 
     Source: as for ``save_safetensors``.
     """
-    frozen = freeze(model, *args, weight_only=weight_only, **kwargs)
+    frozen = freeze(model, *args, weight_only=weight_only, methods=methods, **kwargs)
     served, variables = frozen if isinstance(frozen, tuple) else (frozen, None)
     ops, arrays = described(served, variables)
     return _tensors_of(ops, arrays, rename)[0]

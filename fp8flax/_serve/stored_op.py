@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.stand_in import StandIn
+from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
@@ -29,7 +31,8 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
 from fp8flax._model.converted_call import as_struct
-from fp8flax._model.param_origin import Origin
+from fp8flax._model.interception import Interception
+from fp8flax._model.param_origin import MOVEMENTS, Origin
 from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
@@ -79,6 +82,21 @@ class ServedOp(NamedTuple):
     """The axes along which layers are stacked in the kernel. In the scales they are always the first."""
 
 
+class Recording(Interception):
+    """The calls that ``freeze`` traces: they record which parameters other code than an op reads."""
+
+    reads: set[Path]
+    """The paths of these parameters, as the frames of the call see them."""
+
+    def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+        """Computes a primitive, and records its operands, unless it moves them or holds programs."""
+        holds_programs = any("jaxpr" in name or name == "branches" for name in params)
+        if not (primitive.name in MOVEMENTS or holds_programs):
+            origins = (self.origins.of(x) or Origin() for x in operands)
+            self.reads |= {source.path for origin in origins for source in origin.sources}
+        return front.compute(primitive, operands, params)
+
+
 def leaves_of(tree: Any) -> Arrays:
     """Returns the leaves of a tree without boxes by their paths."""
     return {path_names(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
@@ -106,19 +124,21 @@ def freeze_ops(
     params: Mapping[Path, Any],
     state: Any,
     weight_only: bool,
-    unseen: Collection[Path] = (),
+    unseen: Collection[Path],
+    *,
+    may_share: bool = False,
 ) -> tuple[list[ServedOp], Arrays, Arrays]:
     """Returns the frozen ops, the codes of the stored kernels, and their scales; warns as ``freeze`` does.
 
-    ``read`` are the kernels that something else than an op reads. ``unseen`` are ops that the trace has not
-    found.
+    ``read`` are the kernels that something else than an op reads, and ``unseen`` the ops that did not run.
+    ``may_share`` is whether ops that multiply by one kernel in the same way share its codes.
     """
     if not seen:
         raise ValueError(
-            "No FP8 op ran. Pass inputs to trace the model with: freeze(model, variables, x), or "
-            "freeze(model, x) in NNX. If it has no FP8 ops, convert it by "
-            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. "
-            "Call freeze outside of autocast(enabled=False)."
+            "No FP8 op ran in the calls that freeze traced. Convert the model by "
+            "fp8flax.quantize_model(model, include=…); fp8flax.report(model, x) says what is converted. If "
+            "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
+            "freeze outside of autocast(enabled=False)."
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)
@@ -126,12 +146,12 @@ def freeze_ops(
     places = Places.of(paths, leaves)
     states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
     kernels = {path: {source.path for source in op.kernel.sources} for path, op in seen.items()}
-    uses = Counter([*itertools.chain(*kernels.values()), *read])
-    ops, codes, scales, fresh = list[ServedOp](), Arrays(), Arrays(), list[str]()
-    wide = dict.fromkeys(unseen, "no layer of Flax, such as nnx.Linear, multiplied by it as a whole")
+    known_scales, plans, first = dict[Path, dict[str, jax.Array]](), dict[Path, Any](), dict[Path, Path]()
+    fresh = list[str]()
     for path, found in seen.items():
         gemms = WEIGHT_ONLY if weight_only else found.gemms
-        known = dict[str, jax.Array]()
+        plans[path] = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
+        known = known_scales[path] = {}
         for name, quantizer in {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}.items():
             if isinstance(quantizer, DelayedQuantizer):
                 place = *path, name
@@ -145,19 +165,32 @@ def freeze_ops(
                 history = states[place].amax_history
                 if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
                     fresh.append("/".join(place))
-        ops.append(ServedOp(path, CustomRecipe() if weight_only else gemms))
+        same = (one for one in first if may_share and _have_one_kernel(seen, plans, one, path))
+        first[path] = next(same, path)
+        if KERNEL_SCALE in known and first[path] != path:  # amaxes of one kernel; the larger holds
+            of_first = known_scales[first[path]]
+            of_first[KERNEL_SCALE] = jnp.maximum(of_first[KERNEL_SCALE], known[KERNEL_SCALE])
+    uses = Counter([*itertools.chain(*(kernels[path] for path in {*first.values()})), *read])
+    ops, codes, scales = dict[Path, ServedOp](), Arrays(), Arrays()
+    wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
+    for path, found in seen.items():
+        gemms, plan = WEIGHT_ONLY if weight_only else found.gemms, plans[path]
+        ops[path] = ServedOp(path, CustomRecipe() if weight_only else gemms)
         if gemms.forward.rhs is not None and kernels[path]:
             kernel, *_ = kernels[path]
-            plan = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
-            stacks = _stacks(found, params[kernel], known)
+            stacks = _stacks(found, params[kernel], known_scales[path])
             if reason := _why_wide(found, plan, uses[kernel], stacks):
                 wide.update(dict.fromkeys(kernels[path], reason))
+                continue
+            (stack,) = stacks
+            if first[path] == path:
+                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stack, known_scales[path])
             else:
-                (stack,) = stacks
-                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stack, known)
-                scales |= {(*path, name): x for name, x in own.items()}
-                layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
-                ops[-1] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype, stack)
+                of_kernel = {name: scales[*first[path], name] for name in ops[first[path]].scales}
+                own = of_kernel | known_scales[path] | {KERNEL_SCALE: of_kernel[KERNEL_SCALE]}
+            scales |= {(*path, name): x for name, x in own.items()}
+            layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
+            ops[path] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype, stack)
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -167,7 +200,18 @@ def freeze_ops(
             "from sample batches, call calibrate before freeze.",
             stacklevel=4,
         )
-    return ops, codes, scales
+    return [*ops.values()], codes, scales
+
+
+def _have_one_kernel(seen: Mapping[Path, SeenOp], plans: Mapping[Path, Any], *paths: Path) -> bool:
+    """Returns whether two ops multiply by the same values of one kernel, in the same orientation."""
+    a, b = (
+        (op.kernel, op.row, plan.recipe.forward, [dims[1] for dims in plan.dimension_numbers])
+        if plan is not None
+        else None
+        for op, plan in ((seen[path], plans[path]) for path in paths)
+    )
+    return a is not None and a == b
 
 
 def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
@@ -279,29 +323,43 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
+def check_codes(dtype: Any) -> None:
+    """Raises ``TypeError`` if the dtype of a stored kernel is not that of codes."""
+    if dtype.itemsize != 1:
+        raise TypeError(
+            f"The kernel of a frozen model must stay in FP8; got {dtype}. Cast wide variables alone."
+        )
+
+
+def not_seen(path: Path) -> ValueError:
+    """Returns the error for an op that gets another kernel than in the calls that ``freeze`` traced."""
+    return ValueError(
+        f"The FP8 op at {'/'.join(path)} did not run with this kernel when the model was frozen. Freeze "
+        "the model with inputs that reach the op as it is called here."
+    )
+
+
 def computed(
     row: type[Op],
     gemms: CustomRecipe,
     scales: Mapping[str, jax.Array],
     lhs: jax.Array,
-    codes: jax.Array,
+    kernel: StandIn,
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
-    """Returns the result of an op with a plan for the codes of its kernel and its scales."""
+    """Returns the result of an op with a plan for its stored kernel and its scales."""
     if recipe_in_use(gemms, gemms) is None:
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-    if codes.dtype.itemsize != 1:
-        raise TypeError(
-            f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast wide variables alone."
-        )
-    codes, scales = constant((codes, dict(scales)))
+    check_codes(kernel.codes.dtype)
+    lhs = lhs.astype(np.promote_types(lhs.dtype, kernel.dtype))
+    codes, scales = constant((kernel.codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).
     of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
     quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
-    kernel = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
+    rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
     input_scale = scales.get(INPUT_SCALE)
-    return row.in_fp8(lhs, kernel, *arguments, recipe=gemms, input_scale=input_scale, **keywords)
+    return row.in_fp8(lhs, rhs, *arguments, recipe=gemms, input_scale=input_scale, **keywords)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,28 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.stand_in import StandIn, read_stored, refuse
+from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.param_origin import Origin, Source
-from fp8flax._model.rules import Site
-from fp8flax._serve.freeze import IS_FROZEN
-from fp8flax._serve.stored_op import Path, SeenOp, ServedOp, computed, freeze_ops, leaves_of, record
-from fp8flax.nnx.models import layers_of, nodes_of, op_of
+from fp8flax._serve.freeze import IS_FROZEN, Calls
+from fp8flax._serve.stored_op import (
+    INPUT_SCALE,
+    Path,
+    Recording,
+    SeenOp,
+    ServedOp,
+    computed,
+    freeze_ops,
+    leaves_of,
+    not_seen,
+    record,
+)
+from fp8flax.nnx.models import ModuleCall, nodes_of, watch
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 
 
@@ -39,21 +51,71 @@ class Frozen(nnx.Variable[Any]):
         ['dot_general', 'kernel']
     """
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the array that ``get_value`` returns, such as ``T``."""
+        value = self.get_value()
+        return super().__getattr__(name) if value is self.get_raw_value() else getattr(value, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadStored:
+    """The hook by which the code of a frozen model reads a stored kernel; other code reads its codes."""
+
+    dtype: Any
+    source: Path
+
+    def __call__(self, variable: Any, codes: Any) -> Any:
+        """Returns what ``variable.get_value()`` returns."""
+        if not is_watched():
+            return codes
+        if codes is not variable.get_raw_value():  # variable[0]
+            raise refuse(self.source)
+        return read_stored(codes, self.dtype, self.source)
+
+
+class ServingCall(ModuleCall):
+    """One call of a method of a frozen module, which has stored kernels."""
+
+    kernels = nnx.Param, Frozen
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        ops = FrozenOp | Fp8Op
+        self._have_ops = {
+            key
+            for key, (_, one) in self.modules.items()
+            if any(isinstance(x, ops) for x in vars(one).values())
+        }
+
+    def on_primitive(self, front: Any, primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
+        """Computes a primitive; without ops of its own, a module computes as it did before ``freeze``."""
+        has_ops = id(self.frames[-1].module) in self._have_ops
+        if has_ops or any(self.origins.of(x) is not None for x in operands):
+            return super().on_primitive(front, primitive, operands, params)
+        return front.compute(primitive, operands, params)
+
 
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: type[Op], served: ServedOp, scales: Mapping[Path, Any]):
+    def __init__(self, row: type[Op], served: ServedOp, kernel: Path, scales: Mapping[str, Frozen]):
         self.row, self.served = row, served
-        for name in served.scales:
-            setattr(self, name, Frozen(scales[*served.path, name]))
+        self.kernel = kernel
+        """The path of its kernel in the module that has the op; if it is elsewhere, in the frozen model."""
+        for name, scale in scales.items():
+            setattr(self, name, scale)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns the result for the codes of a kernel, called as the op that it replaces."""
+        """Returns the result for a stored kernel, called as the op that it replaces."""
+        args = _values(args)  # before the hooks of variables return codes
+        with unwatched(), jax.named_scope("/".join(self.served.path[:-1]) or "model"):
+            return calling(self.row, self._computed)(*args, **kwargs)
+
+    def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
+        if not isinstance(rhs, StandIn) or rhs.source != self.served.kernel:
+            raise not_seen(self.served.path)
         scales = {name: getattr(self, name).get_value() for name in self.served.scales}
-        run = partial(computed, self.row, self.served.gemms, scales)
-        with jax.named_scope("/".join(self.served.path[:-1]) or "model"):
-            return calling(self.row, run)(*args, **kwargs)
+        return computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
 def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
@@ -64,113 +126,160 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
         )
     if not nodes_of(model, FrozenOp):
         raise wrong_model(model, "come from fp8flax.freeze")
-    ops = []
-    for path, op in nodes_of(model, FrozenOp, Fp8Op).items():
+    ops, stored = list[ServedOp](), {id(x): path for path, x in nodes_of(model, Frozen).items()}
+    for (*module, name), parent, op in _ops_of(model, FrozenOp | Fp8Op):
+        path = *module, name
         if isinstance(op, FrozenOp):
-            ops.append(op.served._replace(path=path, kernel=_kernel_of(path)))
+            # The first op of a shared kernel has it; the paths of the others are not among the arrays.
+            own = nodes_of(parent, Frozen).get(op.kernel)
+            kernel = op.kernel if own is None else stored.pop(id(own), (*module, *op.kernel))
+            ops.append(op.served._replace(path=path, kernel=kernel))
         else:  # of a wide kernel
             ops.append(ServedOp(path, op.recipe.gemms))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, OverwriteWithGradient)))
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
 
-def freeze(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], weight_only: bool) -> Any:
+def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     if nodes_of(model, FrozenOp):
         raise ValueError(IS_FROZEN)
     copy: Any = nnx.clone(model)
-    layers, present = _layers_of(copy), nodes_of(copy, Fp8Op)
-    seen, read = _traced(model, args, kwargs)
-    kernels = {_kernel_of(path): layer.module.kernel.get_value() for path, layer in layers.items()}
-    state = {path: state_of(op_of(layer))[OVERWRITE_WITH_GRADIENT] for path, layer in layers.items()}
+    seen, read = _traced(model, calls)
+    sites = {path: (module, op) for path, module, op in _ops_of(copy, Fp8Op)}
+    variables, present = nodes_of(copy, nnx.Variable), nodes_of(copy, Fp8Op)
+    params = {path: x.get_raw_value() for path, x in variables.items()}
+    state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
     unseen = present.keys() - seen
-    ops, codes, scales = freeze_ops(seen, read, kernels, unflatten_dict(state), weight_only, unseen)
-    for op in present.values():
+    ops, codes, scales = freeze_ops(seen, read, params, state, weight_only, unseen, may_share=True)
+    for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
         # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
-        op.recipe = CustomRecipe() if weight_only else op._recipe_in_use()
+        op.recipe = CustomRecipe() if weight_only and path in seen else op._recipe_in_use()
+    stored = {op.kernel: op.dtype for op in ops if op.kernel is not None}
+    for path, dtype in stored.items():
+        kernel: Any = variables[path]
+        object.__setattr__(kernel, "__class__", Frozen)  # at all places that share it
+        kernel.set_raw_value(codes[path])
+        kernel.set_metadata(on_get_value=ReadStored(dtype, path))
+    made = dict[tuple[Path, str], Frozen]()
     for served in ops:
         if served.kernel is not None:
-            site = layers[served.path]
-            setattr(site.module, site.name, nnx.data(FrozenOp(site.op, served, scales)))
-            site.module.kernel = Frozen(codes[served.kernel], **site.module.kernel.get_metadata())
-            _let_kernel_pass(site.module, served.dtype)
+            module, op = sites[served.path]
+            places = {id(x): path for path, x in nodes_of(module, Frozen).items()}
+            kernel, own = places.get(id(variables[served.kernel]), served.kernel), {}
+            for name in served.scales:
+                owner = served.path if name == INPUT_SCALE else served.kernel
+                own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
+            frozen = FrozenOp(op.row, served, kernel, own)
+            setattr(module, served.path[-1], nnx.data(frozen))
+    for module in nodes_of(copy, nnx.Module).values():
+        if _has_methods(module) and nodes_of(module, FrozenOp):
+            watch(module, ServingCall)
     return copy
 
 
-def _layers_of(model: nnx.Module) -> dict[Path, Any]:
-    """Returns the layers (``Site``) that have an FP8 op, by the paths of their ops."""
-    paths = {id(node): path for path, node in nodes_of(model, nnx.Module).items()}
-    return {(*paths[id(site.module)], site.name): site for site in layers_of(model) if op_of(site)}
+def _values(args: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the arguments of an op, of which some may be variables, as arrays."""
+    return tuple(x.get_value() if isinstance(x, nnx.Variable) else x for x in args)
 
 
-def _kernel_of(op: Path) -> Path:
-    """Returns the path of the kernel of a layer, given that of its op."""
-    return *op[:-1], "kernel"
+def _has_methods(module: Any) -> bool:
+    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
+    return not isinstance(module, nnx.Dict | nnx.List | Fp8Op | FrozenOp)
 
 
-class _PromoteAllButKernel(NamedTuple):
-    """Promotes the operands of a layer, except its kernel, which may be FP8 codes."""
-
-    promote: Callable[..., Any]
-    kernel_dtype: Any
-
-    def __call__(self, args: Any, /, **kwargs: Any) -> Any:
-        inputs, codes, *rest = args
-        inputs, _, *rest = self.promote((inputs, jnp.zeros((), self.kernel_dtype), *rest), **kwargs)
-        return inputs, codes, *rest
+def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
+    """Yields the path, the module and the op for each op that is an attribute of a module."""
+    for path, module in nodes_of(model, nnx.Module).items():
+        for name, op in vars(module).items():
+            if isinstance(op, cls):
+                yield (*path, name), module, op
 
 
-def _let_kernel_pass(module: Any, dtype: Any) -> None:
-    """Makes a layer of NNX pass its kernel to its op without a cast."""
-    module.promote_dtype = nnx.static(_PromoteAllButKernel(module.promote_dtype, dtype))
-
-
-def _traced(model: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     """Traces a copy of a model.
 
-    Returns the ops of the layers that run, and the kernels that their layers do not multiply by as they
-    are, or that anything else reads or changes.
+    Returns the ops that run, and the parameters that anything else reads or changes.
     """
-    seen, read, keys = dict[Path, SeenOp](), set[int](), dict[Path, int]()
-    got = collections.defaultdict[int, list[Any]](list)
-    """The values that the variable of each kernel has returned, by the kernel's place among the inputs."""
+    seen, read, running = dict[Path, SeenOp](), set[Path](), list[Any]()
+    first = {id(x): path for path, x in nodes_of(model, nnx.Variable).items()}
+    # A parameter that modules share has several paths.
+    paths = {
+        (*path, *below): first[id(x)]
+        for path, module in nodes_of(model, nnx.Module).items()
+        for below, x in nodes_of(module, nnx.Variable).items()
+    }
 
-    def on_get(key: int, kernel: Any, value: Any) -> Any:
-        got[key].append(value)
-        return value
+    class RecordingCall(Recording, ModuleCall):
+        """A call of a method in the trace."""
 
-    def on_set(key: int, kernel: Any, value: Any) -> Any:
-        read.add(key)
-        return value
+        def __init__(self, module: Any) -> None:
+            super().__init__(module)
+            self.root, self.reads = module, set()
+            running.append(self)
 
-    def on_op(path: Path, site: Site, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
-        if all(value is not rhs for value in got[keys[path]]):
-            read.add(keys[path])
-        origin = Origin((Source(_kernel_of(path), rhs.shape),), "", steps=())
-        found = SeenOp(site.op, gemms, origin, stacked=tuple(range(len(site.stacked))))
-        return record(seen, path, found, lhs, rhs.astype(lhs.dtype), *rest, **keywords)
+        def path_of(self, below: Path) -> Path:
+            """Returns the first path of a parameter in the model, given its path in the module."""
+            return paths[(*self.root._fp8_path, *below)]
+
+    def origin_of(kernel: Any) -> Origin:
+        """Returns the origin of a value in the innermost call that knows it."""
+        for call in reversed(running):
+            if (origin := call.origins.of(kernel)) is not None:
+                sources = (x._replace(path=call.path_of(x.path)) for x in origin.sources)
+                return origin._replace(sources=tuple(sources))
+        return Origin()
+
+    def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
+        lhs, rhs = _values((lhs, rhs))
+        origin, stack = origin_of(rhs), None
+        if (kernel := (*path[:-1], "kernel")) in paths and not origin.sources:  # of a layer
+            origin = Origin((Source(paths[kernel], rhs.shape),))
+        if origin.sources:
+            whole, part = shapes[origin.sources[0].path], origin.sources[0].shape
+            num_stacked = len(whole) - len(part)
+            stack = tuple(range(num_stacked)) if whole[num_stacked:] == part else None
+        with unwatched():
+            return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
 
     graphdef, state = nnx.split(model)
+    leaves = leaves_of(state)
+    shapes = {path: jnp.shape(x) for path, x in leaves.items()}
 
-    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(state: Any) -> Any:
+        """Returns a copy of the model whose calls are recorded."""
         copy: Any = nnx.merge(graphdef, state)
-        layers, inputs = _layers_of(copy), [id(x) for x in jax.tree.leaves(state)]
-        own = {id(site.module.kernel) for site in layers.values()}
-        for path, site in layers.items():
-            kernel, op = site.module.kernel, getattr(site.module, site.name)
-            keys[path] = key = inputs.index(id(kernel.get_value()))  # layers may share a kernel
-            kernel.set_metadata(on_get_value=partial(on_get, key), on_set_value=partial(on_set, key))
+        for path, module, op in [*_ops_of(copy, Fp8Op)]:
             if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-                _let_kernel_pass(site.module, kernel.dtype)
-                run = calling(site.op, partial(on_op, path, site, recipe.gemms))
-                setattr(site.module, site.name, nnx.static(run))
-        out = copy(*args, **kwargs)
-        # A kernel may remain in its own variable; it must not be in an output or another variable.
-        others = [x.get_value() for x in nodes_of(copy, nnx.Variable).values() if id(x) not in own]
-        got.clear()  # no tracer may outlive its trace
-        return out, others
+                run = calling(op.row, partial(on_op, path, op, recipe.gemms))
+                setattr(module, path[-1], nnx.static(run))
+        for path, x in nodes_of(copy, nnx.Param).items():
+            x.set_metadata(on_set_value=partial(on_set, path))
+        for path, module in nodes_of(copy, nnx.Module).items():
+            if _has_methods(module):
+                module._fp8_path = path
+                watch(module, RecordingCall)
+        return copy
 
-    needed = needed_inputs(program_of(call, state, args, kwargs))
-    read |= {key for key, is_needed in enumerate(needed) if is_needed}
-    return seen, {_kernel_of(path) for path, key in keys.items() if key in read}
+    def call(state: Any, calls: Calls) -> Any:
+        """Returns the results of all calls, and what they leave in the variables of the model."""
+        out, left = list[Any](), list[tuple[Path, Any]]()
+        for name, (args, kwargs) in calls.items():
+            copy = recorded(state)
+            out.append(getattr(copy, name)(*args, **kwargs))
+            left += ((path, x.get_raw_value()) for path, x in nodes_of(copy, nnx.Variable).items())
+            for one in running:
+                read.update(map(one.path_of, one.reads))
+            running.clear()  # no tracer may outlive its trace
+        # A kernel may remain in its own variable; it must not be in an output or another variable.
+        kernels = {source.path for op in seen.values() for source in op.kernel.sources}
+        return out, [x for path, x in left if path not in kernels]
+
+    def on_set(path: Path, kernel: Any, value: Any) -> Any:
+        read.add(path)
+        return value
+
+    needed = needed_inputs(program_of(call, state, (calls,), {}))
+    read |= {path for path, is_needed in zip(leaves, needed) if is_needed}
+    return seen, read

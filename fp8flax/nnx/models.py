@@ -136,6 +136,8 @@ class ModuleCall(Interception):
     """
 
     opens = ("jit", "remat2")
+    kernels: tuple[type, ...] = (nnx.Param,)
+    """The types of the variables that may be kernels."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -162,8 +164,9 @@ class ModuleCall(Interception):
         path, _ = self.modules[id(module)]
         for keys, x in self._variables.items():
             if keys[: len(path)] == path:
-                kind = "" if isinstance(x, nnx.Param) else f"a variable of the type {type(x).__name__}"
-                self.origins.add([(keys, x.get_value())], kind)
+                is_kernel = isinstance(x, self.kernels)
+                kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
+                self.origins.add([(keys, x.get_raw_value())], kind)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             with in_module(module._fp8_path if self._dry_run else None):
@@ -185,23 +188,23 @@ class ModuleCall(Interception):
         site = site._replace(name=prefix + site.name)
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
-        op = op_of(site)
-        if op is None or site.impossible is not None:
+        op = getattr(site.module, site.name, None)  # of a frozen module, it is a FrozenOp
+        if op is None or isinstance(op, LeftWide) or site.impossible is not None:
             return NOT_CONVERTED
-        return SWITCHED_OFF if op._is_off else by(op)
+        return SWITCHED_OFF if getattr(op, "_is_off", False) else by(op)
 
 
-def watch(node: Any) -> None:
-    """Makes the methods of a module run in a ``ModuleCall``."""
+def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
+    """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree))
+    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree, make_call))
 
 
-def _watched_class(cls: Any, is_pytree: bool) -> Any:
-    """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body = {}
+def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module)``."""
+    body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             # Decorators such as nnx.jit return other callables than functions, which Python binds, too.
@@ -217,13 +220,13 @@ def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         run, call = method.__get__(self, type(self)), current_handler()
-        if recipe_in_use(None, Fp8Op.default_recipe) is None:
+        if self._fp8_make_call is ModuleCall and recipe_in_use(None, Fp8Op.default_recipe) is None:
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
         if isinstance(call, ModuleCall) and id(self) in call.modules:
             with call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = ModuleCall(self)
+        call = self._fp8_make_call(self)
         with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 

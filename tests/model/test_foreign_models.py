@@ -163,7 +163,7 @@ def test_a_model(name):
     assert narrow[1] < narrow[0]
     assert narrow == pytest.approx(wide, rel=0.1, abs=0.05)
 
-    served, frozen = fp8.freeze(model8, calibrated)
+    served, frozen = fp8.freeze(model8, calibrated, *args, **options)
     # Without jit, where each operation is a program of its own: a compiler fuses two models differently.
     same = (first(m.apply(v, *args, **options)) for m, v in ((served, frozen), (model8, calibrated)))
     np.testing.assert_array_equal(*same)

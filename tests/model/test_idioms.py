@@ -88,9 +88,9 @@ def test_methods():
         out, made = MODEL8.init_with_output(KEY, X, method=method)
         np.testing.assert_array_equal(out, expected)
         assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
-    again = fp8.quantize_model(MODEL, **ALL)
-    again.apply(variables, X, method=Coder.encode)  # freeze takes its inputs from this call
-    assert fp8.freeze(again, variables, weight_only=True)[1]["params"]["encoder"]["kernel"].itemsize == 1
+    with pytest.warns(UserWarning, match="decoder"):
+        _, encoder = fp8.freeze(MODEL8, variables, methods={"encode": (X,)}, weight_only=True)
+    assert encoder["params"]["encoder"]["kernel"].itemsize == 1
     of_submodule = fp8.report(fp8.quantize_model(Coder(nn.Dense(8)), **ALL), X, method="head")
     assert [row.path for row in of_submodule.converted] == ["head"]
     assert len(fp8.report(MODEL8, X, method=MODEL8.encode).rows) == 1
@@ -363,7 +363,7 @@ def test_copies_and_pickles():
     rules = [("encoder", fp8.Float8CurrentScaling(granularity="axiswise"))]
     model8 = fp8.quantize_model(Coder(), fp8.DelayedScaling(amax_history_len=4), rules=rules, **ALL)
     variables = fp8.calibrate(model8.apply, variables_of(model8, X), [X])
-    frozen = fp8.freeze(model8, variables)
+    frozen = fp8.freeze(model8, variables, X)
     for model, values in ((model8, variables), frozen):
         for again in (
             *(way.loads(way.dumps(model)) for way in (pickle, cloudpickle)),
@@ -374,7 +374,6 @@ def test_copies_and_pickles():
             assert hash(again) == hash(model)
         again = pickle.loads(pickle.dumps(model))
         np.testing.assert_array_equal(again.apply(values, X), model.apply(values, X))
-    # A copy has no record of the calls of the model, which tell freeze what the inputs are.
     assert fp8.freeze(copy.deepcopy(model8), variables, X)[0] == frozen[0]
 
 

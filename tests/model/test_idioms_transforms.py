@@ -24,7 +24,7 @@ def frozen(model, x, recipe=None):
     variables = variables_of(model8, x)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [x])
-    return fp8.freeze(model8, variables)
+    return fp8.freeze(model8, variables, x)
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -96,7 +96,7 @@ def test_no_tracer_outlives_its_trace():
     with jax.checking_leaks():
         variables = variables_of(model, x)
         jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))).lower(variables)
-        serve, served = fp8.freeze(model, variables, weight_only=True)
+        serve, served = fp8.freeze(model, variables, x, weight_only=True)
         jax.jit(serve.apply).lower(served, x)
 
 
@@ -117,7 +117,7 @@ def test_export_of_a_batch_of_any_size():
         return fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(v)
 
     assert_close(export(step, variables), jax.jit(step)(variables, x))
-    serve, served = fp8.freeze(model, variables)
+    serve, served = fp8.freeze(model, variables, x)
     assert_close(export(serve.apply, served), jax.jit(serve.apply)(served, x))
 
 

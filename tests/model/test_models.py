@@ -350,8 +350,8 @@ def test_nothing_of_a_model_is_kept():
         model8, again = (fp8.quantize_model(Model(), rules=[rule], **ALL) for _ in range(2))
         assert model8 == again
         variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
-        serve, served = fp8.freeze(model8, variables)
-        assert serve == fp8.freeze(model8, variables)[0]
+        serve, served = fp8.freeze(model8, variables, x)
+        assert serve == fp8.freeze(model8, variables, x)[0]
         for model, values in ((model8, variables), (serve, served)):
             model.apply(values, x)
         return [weakref.ref(one) for one in (Model, type(model8), type(serve), held)]

@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import RECIPES, largest_array, normal
 from tests.nnx.layout import to_linen
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
@@ -234,7 +234,8 @@ def test_kernels_that_are_read_elsewhere_stay_wide(how):
     model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")
     expected = nnx.clone(model)(X)
     where = "norm/layer_instance" if how == "WeightNorm" else "tied"
-    with pytest.warns(UserWarning, match=rf"wide: {where}/kernel \(something else reads"):
+    reason = "its matmul does not multiply" if how == "scaled" else "something else reads"
+    with pytest.warns(UserWarning, match=rf"wide: {where}/kernel \({reason}"):
         frozen = fp8nnx.freeze(model, X)
     assert frozen.first.kernel.get_value().dtype == jnp.float8_e4m3fn
     assert frozen.tied.kernel.get_value().dtype == jnp.float32
@@ -261,6 +262,199 @@ def test_kernels_that_pass_through_transformations_are_frozen():
     frozen = fp8nnx.freeze(model, X)
     assert frozen.a.kernel.get_value().dtype == frozen.b.kernel.get_value().dtype == jnp.float8_e4m3fn
     np.testing.assert_allclose(frozen(X), model(X), rtol=1e-6)
+
+
+class Einsum(nnx.Module):
+    """As in Tunix: a kernel without a layer of Flax."""
+
+    def __init__(self, eqn, shape, rngs):
+        self.eqn, init = eqn, nnx.initializers.lecun_normal()
+        self.w = nnx.Param(init(rngs.params(), shape), note="the user's")
+
+    def __call__(self, x):
+        return jnp.einsum(self.eqn, x, self.w)  # the variable itself
+
+    def penalty(self):
+        return jnp.sum(self.w[...] ** 2)
+
+    def first_half(self, x):
+        return x[:, :8] @ self.w[:8]
+
+
+class Block(nnx.Module):
+    """Products that modules write out, with all of a kernel, in each way that reads one."""
+
+    def __init__(self, rngs):
+        matrix = partial(nnx.initializers.lecun_normal(), rngs.params())
+        self.gate, self.up = Einsum("bi,io->bo", (16, 16), rngs), nnx.Param(matrix((4, 4, 16)))
+        self.heads = nnx.List(
+            [Einsum("bi,hid->bhd", (2, 16, 8), rngs), Einsum("bhd,hdo->bo", (2, 8, 16), rngs)]
+        )
+        self.down, self.last = nnx.Param(matrix((16, 16))), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.gelu(self.gate(x)) * (x @ self.up.reshape(16, 16).astype(x.dtype))
+        x = nnx.remat(lambda head, x: head(x))(
+            self.heads[1], nnx.jit(lambda head, x: head(x))(self.heads[0], x)
+        )
+        return jnp.dot(x, self.down.T) + x @ self.last.kernel[...]  # of a layer that does not run
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        stack = nnx.split_rngs(splits=3)(nnx.vmap(Block))
+        self.blocks = stack(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, block: nnx.tanh(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.blocks
+        )
+
+
+OWN_KERNELS = {"gate/w", "up", "heads/0/w", "heads/1/w", "down", "last/kernel"}
+ROWS = normal(0, 4, 16)
+
+
+def stored(model):
+    """Returns the paths of the variables in FP8."""
+    state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
+    return {"/".join(map(str, path)) for path, x in state if x.get_value().dtype == jnp.float8_e4m3fn}
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen", "ignore:These kernels .*last/dot_general")
+@pytest.mark.parametrize(
+    ("cls", "recipe"), [(Block, "delayed"), (Stacked, "axiswise"), (Stacked, "delayed")]
+)
+def test_kernels_that_modules_multiply_by_themselves(cls, recipe):
+    model = fp8.quantize_model(cls(nnx.Rngs(0)), ROWS, recipe=RECIPES[recipe], include=".*")
+    frozen = fp8.freeze(model, ROWS)
+    prefix = "blocks/" if cls is Stacked else ""
+    assert stored(frozen) == {prefix + name for name in OWN_KERNELS}
+    np.testing.assert_array_equal(
+        nnx.jit(lambda m, x: m(x))(frozen, ROWS), nnx.jit(lambda m, x: m(x))(model, ROWS)
+    )
+    assert (frozen.blocks if cls is Stacked else frozen).gate.w.note == "the user's"
+    again = nnx.merge(*nnx.split(frozen))
+    of_x = nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(again, ROWS)
+    assert (np.abs(of_x) > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen", "ignore:These kernels .*last/dot_general")
+def test_a_call_makes_no_wide_kernel():
+    frozen = fp8.freeze(fp8.quantize_model(Block(nnx.Rngs(0)), ROWS, include=".*"), ROWS)
+    graphdef, state = nnx.split(frozen)
+    assert largest_array(lambda state, x: nnx.merge(graphdef, state)(x), state, ROWS[:1]) == 16 * 16
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+def test_what_freeze_did_not_see():
+    """Other code reads no codes: it raises an error that names the kernel."""
+    model = fp8.quantize_model(Block(nnx.Rngs(0)), ROWS, recipe=RECIPES["delayed"], include="gate|last")
+    with pytest.warns(UserWarning, match=r"last/dot_general \(it did not run"):
+        frozen = fp8.freeze(model, ROWS)
+    for call in (
+        frozen.gate.penalty,
+        partial(frozen.gate.first_half, ROWS),
+        partial(nnx.jit(lambda model: model.gate.penalty()), frozen),
+    ):
+        with pytest.raises(ValueError, match="gate/w is stored in FP8"):
+            call()
+    model.gate.w.set_metadata(on_get_value=lambda _, value: 2 * value)  # a hook of the user
+    with pytest.warns(UserWarning, match=r"gate/fp8_w \(it did not run"):
+        frozen = fp8.freeze(model, ROWS)
+    np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+    layer = fp8.quantize_model(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), RECIPES["current"], include=".*")
+    layer.kernel.set_metadata(on_get_value=lambda _, value: 2 * value)
+    with pytest.warns(UserWarning, match=r"wide: kernel \("):
+        np.testing.assert_array_equal(fp8.freeze(layer, ROWS)(ROWS), layer(ROWS))
+    model.gate.w.del_metadata("on_get_value")
+    with pytest.warns(UserWarning, match=r"w \(something else"):
+        fp8.freeze(model.gate, ROWS, methods={"penalty": ()})
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+@pytest.mark.parametrize("how", ["alike", "transposed", "another recipe"])
+def test_layers_that_share_a_kernel(how, tmp_path):
+    """Layers that multiply by it in one way store it once; otherwise it stays wide."""
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            ops = [fp8nnx.Fp8DotGeneralOp(recipe=SHORT) for _ in range(2)]
+            if how == "another recipe":
+                ops[1] = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+            self.a, self.b = (nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0)) for op in ops)
+            self.b.kernel = self.a.kernel
+
+        def __call__(self, x):
+            x = nnx.tanh(self.a(x))
+            return (
+                self.b.dot_general(x, self.b.kernel[...].T, (((1,), (0,)), ((), ())))
+                if how == "transposed"
+                else self.b(x)
+            )
+
+    model = Tied()
+    fp8.calibrate(lambda model, x: model(x), model, [ROWS])
+    if how != "alike":
+        with pytest.warns(UserWarning, match=r"a/kernel \(something else"):
+            assert not stored(fp8.freeze(model, ROWS))
+        return
+    frozen = fp8.freeze(model, ROWS)
+    np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+    assert frozen.a.kernel is frozen.b.kernel
+    assert stored(frozen) == {"a/kernel"}
+    fp8.save_safetensors(tmp_path / "a", frozen)
+    names = set(safetensors.safe_open(tmp_path / "a", "np").keys())
+    assert names == {"a.weight", "a.weight_scale", "a.input_scale", "b.input_scale", "a.bias", "b.bias"}
+
+
+def test_ops_by_hand_in_lists_and_dicts():
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            op, matrix = (
+                partial(fp8nnx.Fp8DotGeneralOp, recipe=RECIPES["current"]),
+                nnx.initializers.normal(),
+            )
+            self.ops = nnx.List([op(), fp8nnx.Fp8Einsum(recipe=RECIPES["current"])])
+            self.w = nnx.List([nnx.Param(matrix(rngs.params(), (16, 16))) for _ in range(2)])
+            self.layers = nnx.Dict({"a": nnx.Linear(16, 16, dot_general=op(), rngs=rngs)})
+
+        def __call__(self, x):
+            x = self.ops[0](x, self.w[0], (((1,), (0,)), ((), ())))
+            return self.layers["a"](self.ops[1]("bi,oi->bo", x, self.w[1][...]))
+
+    model = Own(nnx.Rngs(0))
+    frozen = fp8.freeze(model, ROWS)
+    assert stored(frozen) == {"w/0", "w/1", "layers/a/kernel"}
+    np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+
+
+def test_methods():
+    class Autoencoder(nnx.Module):
+        def __init__(self):
+            op = partial(fp8nnx.Fp8DotGeneralOp, recipe=fp8.Float8CurrentScaling())
+            self.encoder, self.decoder = (
+                nnx.Linear(16, 16, dot_general=op(), rngs=nnx.Rngs(i)) for i in range(2)
+            )
+
+        def encode(self, x, scale):
+            return scale * self.encoder(x)
+
+        def decode(self, z):
+            return self.decoder(z)
+
+    model = Autoencoder()
+    frozen = fp8.freeze(model, methods={"encode": {"x": ROWS, "scale": 2.0}, "decode": (ROWS,)})
+    assert stored(frozen) == {"encoder/kernel", "decoder/kernel"}
+    np.testing.assert_array_equal(
+        frozen.decode(frozen.encode(ROWS, 2.0)), model.decode(model.encode(ROWS, 2.0))
+    )
+    with pytest.warns(UserWarning, match="decoder/dot_general .it did not run"):
+        frozen = fp8.freeze(model, methods={"encode": {"x": ROWS, "scale": 2.0}})
+    np.testing.assert_array_equal(frozen.decode(ROWS), model.decode(ROWS))
+    for inputs, keywords in (((), {}), ((ROWS,), {"method": "decode"})):
+        with pytest.raises(TypeError, match="methods="):
+            fp8.freeze(model, *inputs, **keywords)
 
 
 FILES = {"delayed": SHORT, "mxfp8": fp8.MXFP8BlockScaling(), "weight_only": SHORT}

@@ -39,7 +39,7 @@ def frozen_net(recipe):
     """Returns the variables of the net in training, and the frozen net with its variables."""
     model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
     variables["params"]["heads"]["bias"] = normal(1, 8, 12)
-    return model8, variables, *fp8.freeze(model8, variables, weight_only=recipe == "weight_only")
+    return model8, variables, *fp8.freeze(model8, variables, X, weight_only=recipe == "weight_only")
 
 
 def read(path):

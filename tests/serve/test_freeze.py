@@ -1,6 +1,7 @@
 """``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
 import re
+import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -17,15 +18,15 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from tests import reference
-from tests.cases import OWG, RECIPES, flat, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
 
 
-def frozen_alike(model8, variables, x, *inputs):
+def frozen_alike(model8, variables, x):
     """Returns a frozen model and its variables; its results have the bits of the trained model's."""
-    serve, served = fp8.freeze(model8, variables, *inputs)
+    serve, served = fp8.freeze(model8, variables, x)
     out, expected = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model8, variables)))
     np.testing.assert_array_equal(out, expected)
     return serve, served
@@ -71,11 +72,11 @@ def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
     x, model = normal(0, 8, 256), nn.Dense(256, use_bias=False)
     model8 = fp8.quantize_model(model, RECIPES.get(recipe, recipe), include=".*")
     variables = variables_of(model8, x)
-    _, expected = fp8.freeze(model8, variables)
+    _, expected = fp8.freeze(model8, variables, x)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         on_mesh = jax.device_put(variables, NamedSharding(mesh, spec))
-        serve, served = fp8.freeze(model8, on_mesh)
+        serve, served = fp8.freeze(model8, on_mesh, x)
         out = jax.eval_shape(serve.apply, served, jax.device_put(x, NamedSharding(mesh, P())))
     assert served["params"]["kernel"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     jax.tree.map(np.testing.assert_array_equal, served, expected)
@@ -88,7 +89,7 @@ def test_the_codes_are_those_of_the_newest_scale():
     model8 = fp8.quantize_model(model, **ALL)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     kernel = np.asarray(variables["params"]["kernel"])
-    served = fp8.freeze(model8, variables)[1]["params"]
+    served = fp8.freeze(model8, variables, x)[1]["params"]
     scale = np.float32(np.abs(kernel).max()) / np.float32(448)
     np.testing.assert_allclose(served["Fp8DotGeneralOp_0"]["kernel_scale"], [scale], rtol=1e-6)
     scale = np.asarray(served["Fp8DotGeneralOp_0"]["kernel_scale"])
@@ -125,12 +126,12 @@ def test_a_kernel_of_a_wider_dtype_than_the_input():
 
 def test_weights_only():
     """Each output feature has a scale, as in NumPy; the inputs stay wide."""
-    model8, variables = trained(nn.Dense(6), np.ones((2, 8), np.float32))
-    serve, served = fp8.freeze(model8, variables, weight_only=True)
+    x = np.asarray(normal(0, 2, 8))
+    model8, variables = trained(nn.Dense(6), x)
+    serve, served = fp8.freeze(model8, variables, x, weight_only=True)
     kernel = np.asarray(variables["params"]["kernel"])
     scale = np.abs(kernel).max(0) / np.float32(448)
     kernel = (kernel / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
-    x = np.asarray(normal(0, 2, 8))
     np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
     assert set(served["params"]["Fp8DotGeneralOp_0"]) == {"kernel_scale"}
 
@@ -206,10 +207,17 @@ class OneOp(Heads):
 class BothHeads(nn.Module):
     heads: type = OneOp
 
-    @nn.compact
+    def setup(self):
+        self.both = self.heads(name=f"{self.heads.__name__}_0")
+
+    def first(self, x):
+        return self.both(x, 0)
+
+    def second(self, x):
+        return self.both(x, 1)
+
     def __call__(self, x):
-        heads = self.heads()
-        return heads(x, 0) + 2 * jnp.tanh(heads(x, 1))
+        return self.first(x) + 2 * jnp.tanh(self.second(x))
 
 
 class Penalized(nn.Module):
@@ -326,7 +334,7 @@ def test_ops_of_wide_kernels_are_switched_off():
     plain = NotAsAWhole().apply({"params": variables["params"]}, x)
     with pytest.warns(UserWarning, match="stay wide"):
         (serve, served), (of_weights, weights) = (
-            fp8.freeze(model8, variables, weight_only=weight_only) for weight_only in (False, True)
+            fp8.freeze(model8, variables, x, weight_only=weight_only) for weight_only in (False, True)
         )
     assert set(served) == {"params", OWG}
     assert set(weights) == {"params"}
@@ -354,22 +362,106 @@ class TestOtherCalls:
 
     x = np.asarray(normal(0, 4, 8))
 
-    @pytest.mark.parametrize("heads", [Heads, OneOp])
-    def test_another_kernel_than_was_seen(self, heads):
-        model8, variables = trained(heads(), self.x)
-        serve, served = fp8.freeze(model8, variables)
+    def test_another_kernel_than_was_seen(self):
+        model8, variables = trained(OneOp(), self.x)
+        serve, served = fp8.freeze(model8, variables, self.x)
         serve.apply(served, self.x)
         with pytest.raises(ValueError, match="did not run with this kernel"):
             serve.apply(served, self.x, 1)
 
+    def test_an_op_that_did_not_run(self):
+        """It computes as in training, with its state."""
+        model8, variables = trained(BothHeads(Heads), self.x)
+        with pytest.warns(UserWarning, match=r"Heads_0/Fp8DotGeneralOp_w1 \(it did not run"):
+            serve, served = fp8.freeze(model8, variables, methods={"first": (self.x,)})
+        assert narrow(served) == {"w0"}
+        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
+
     def test_a_method_that_was_not_seen(self):
-        """After a call of the method the kernel stays wide."""
+        """If freeze traces the method, too, the kernel stays wide."""
         model8, variables = trained(Penalized(), self.x)
-        serve, served = fp8.freeze(model8, variables)
-        assert not np.isfinite(serve.apply(served, method="penalty")).any()
-        model8.apply(variables, method="penalty")
+        serve, served = fp8.freeze(model8, variables, self.x)
+        for method in ("penalty", lambda m: jnp.sum(jnp.abs(m.layer.variables["params"]["kernel"]))):
+            with pytest.raises(ValueError, match="layer/kernel is stored in FP8"):
+                serve.apply(served, method=method)
         with pytest.warns(UserWarning, match=READ):
-            assert not narrow(fp8.freeze(model8, variables)[1])
+            assert not narrow(fp8.freeze(model8, variables, self.x, methods={"penalty": ()})[1])
+
+
+class Autoencoder(nn.Module):
+    """Two methods, and a call that has no inputs."""
+
+    def setup(self):
+        self.encoder, self.decoder = nn.Dense(8), nn.Dense(8)
+
+    def encode(self, x, *, scale=1.0):
+        return self.encoder(x) * scale
+
+    def decode(self, z, method="mean"):
+        return self.decoder(z) if method == "mean" else z
+
+    def __call__(self):
+        return self.decoder(self.encoder(jnp.ones((2, 8))))
+
+
+@pytest.mark.parametrize("name", ["own", "scan"])
+def test_a_call_makes_no_wide_kernel(name):
+    x = normal(0, 1, 8)
+    serve, served = fp8.freeze(*trained(MODELS[name][0](), x), x)
+    assert largest_array(serve.apply, served, x) == (8 * 8 if name == "own" else 8 * 4)
+
+
+class TestMethods:
+    """``freeze`` traces the methods that it is given inputs of, and nothing that ran before."""
+
+    x = np.asarray(normal(0, 4, 8))
+
+    def test_of_each_kind(self):
+        model8, variables = trained(Autoencoder())
+        encode, decode = {"x": self.x, "scale": 2.0}, (jax.ShapeDtypeStruct((1, 8), jnp.float32), "mean")
+        for methods, names in (
+            ({"encode": encode}, {"encoder"}),
+            ({"decode": decode}, {"decoder"}),
+            ({"encode": encode, "decode": decode}, {"encoder", "decoder"}),
+            ({"__call__": ()}, {"encoder", "decoder"}),
+        ):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "These kernels of FP8 ops stay wide: .*did not run")
+                serve, served = fp8.freeze(model8, variables, methods=methods)
+            stored = {path for path, x in flat(served["params"]).items() if x.dtype == E4M3}
+            assert stored == {f"{name}/kernel" for name in names}
+            for method in {"encode", "decode"} & {*methods}:
+                out, expected = (
+                    m.apply(v, self.x, method=method) for m, v in ((serve, served), (model8, variables))
+                )
+                np.testing.assert_array_equal(out, expected)
+        with pytest.warns(UserWarning, match="encoder/"):
+            weights = fp8.weights_for_serving(model8, variables, methods={"decode": {"z": self.x}})
+        assert {name for name, x in weights.items() if x.dtype == E4M3} == {"decoder.weight"}
+
+    def test_of_equal_models_under_jit(self):
+        """The second model has the compiled program of the first, so none of its methods has run."""
+        apply = jax.jit(lambda model, v, x: model.apply(v, x), static_argnums=0)
+        for _ in range(2):
+            model8, variables = trained(nn.Dense(4), self.x)
+            apply(model8, variables, self.x)
+            assert narrow(fp8.freeze(model8, variables, self.x)[1]) == {"kernel"}
+
+    @pytest.mark.parametrize(
+        ("inputs", "keywords", "match"),
+        [
+            ((), {}, "needs inputs"),
+            ((x,), {"method": "decode"}, "methods="),
+            ((), {"methods": "decode"}, "got str"),
+            ((), {"methods": {"decode": x}}, "'decode': "),
+            ((x,), {"methods": {"__call__": (x,)}}, "twice"),
+        ],
+    )
+    def test_errors(self, inputs, keywords, match):
+        model8, variables = trained(nn.Dense(4), self.x)
+        for function in (fp8.freeze, fp8.weights_for_serving):
+            with pytest.raises(TypeError, match=match):
+                function(model8, variables, *inputs, **keywords)
 
 
 def test_sharded_parameters_stay_where_they_are():
@@ -380,7 +472,7 @@ def test_sharded_parameters_stay_where_they_are():
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     boxed = variables["params"]["kernel"]
     variables["params"]["kernel"] = boxed.replace_boxed(jax.device_put(boxed.value, sharding))
-    serve, served = fp8.freeze(model8, variables)
+    serve, served = fp8.freeze(model8, variables, x)
     assert served["params"]["kernel"].value.sharding == sharding
     assert nn.get_partition_spec(served)["params"]["kernel"] == sharding.spec
     np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
@@ -442,7 +534,7 @@ def test_gradients():
 
     x = np.asarray(normal(0, 2, 8))
     model8, variables = trained(Adapted(), x, recipe=RECIPES["axiswise"], include="base")
-    serve, served = fp8.freeze(model8, variables)
+    serve, served = fp8.freeze(model8, variables, x)
     kernel = np.asarray(served["params"]["base"]["kernel"]).astype(np.float32)
     row = (kernel * np.asarray(served["params"]["base"]["Fp8DotGeneralOp_0"]["kernel_scale"])).sum(1)
     wide = served["params"].pop("wide")
@@ -458,8 +550,8 @@ def test_shapes_without_values():
     """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
     model8, variables = trained(Attention(), x[None])
-    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, variables=v)[1], variables)
-    served = fp8.freeze(model8, variables)[1]
+    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v, x[None])[1], variables)
+    served = fp8.freeze(model8, variables, x[None])[1]
     assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
 
 
@@ -467,7 +559,7 @@ def test_layers_with_ops_by_hand():
     """A model that quantize_model did not make is frozen too."""
     model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)
     variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
-    _, served = frozen_alike(model, variables, x, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    _, served = frozen_alike(model, variables, x)
     assert narrow(served) == {"kernel"}
 
 
@@ -608,7 +700,7 @@ def test_other_collections_keep_their_structure():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Decaying(), RECIPES["current"], **ALL)
     variables = variables_of(model8, x)
-    serve, served = fp8.freeze(model8, variables)
+    serve, served = fp8.freeze(model8, variables, x)
     assert (
         nn.get_partition_spec(served["cache"])["mean"] == nn.get_partition_spec(variables["cache"])["mean"]
     )
@@ -627,15 +719,14 @@ class TestErrors:
 
     def test_nothing_is_in_fp8(self):
         variables = variables_of(nn.Dense(4), self.x)
-        for inputs in ((), (self.x,)):
-            with pytest.raises(ValueError, match="No FP8 op ran"):
-                fp8.freeze(nn.Dense(4), variables, *inputs)
+        with pytest.raises(ValueError, match="No FP8 op ran"):
+            fp8.freeze(nn.Dense(4), variables, self.x)
 
     def test_variables_of_another_model(self):
         model8, variables = trained(nn.Dense(4), self.x)
         with pytest.raises(fp8.MissingStateError, match=r"input_scale is missing .* fp8flax.calibrate"):
-            fp8.freeze(model8, {"params": variables["params"]})
-        serve, served = fp8.freeze(model8, variables)
+            fp8.freeze(model8, {"params": variables["params"]}, self.x)
+        serve, served = fp8.freeze(model8, variables, self.x)
         del served["params"]["Fp8DotGeneralOp_0"]["input_scale"]
         with pytest.raises(ValueError, match="input_scale .* missing"):
             serve.apply(served, self.x)
@@ -644,28 +735,14 @@ class TestErrors:
         model8 = fp8.quantize_model(nn.Dense(4), **ALL)
         variables = variables_of(model8, self.x)
         with pytest.warns(UserWarning, match=r"no data: Fp8DotGeneralOp_0/input_scale, Fp8.*kernel_scale"):
-            fp8.freeze(model8, variables)
-        fp8.freeze(model8, variables, weight_only=True)
+            fp8.freeze(model8, variables, self.x)
+        fp8.freeze(model8, variables, self.x, weight_only=True)
 
     def test_fp8_is_off(self):
-        dense = trained(nn.Dense(4), self.x)
+        dense = *trained(nn.Dense(4), self.x), self.x
         serve, served = fp8.freeze(*dense)
         with fp8.autocast(enabled=False):
             with pytest.raises(ValueError, match="No FP8 op ran"):
                 fp8.freeze(*dense)
             with pytest.raises(ValueError, match="cannot turn FP8 off"):
                 serve.apply(served, self.x)
-
-    def test_an_op_that_was_not_seen(self):
-        class Two(nn.Module):
-            @nn.compact
-            def __call__(self, x, second=False):
-                y = nn.Dense(8)(x)
-                z = nn.Dense(8)
-                return z(y) if second or self.is_initializing() else y
-
-        model8 = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
-        serve, served = fp8.freeze(model8, variables_of(model8, self.x), self.x)
-        serve.apply(served, self.x)
-        with pytest.raises(ValueError, match=r"Dense_1/\S+ did not run"):
-            serve.apply(served, self.x, second=True)

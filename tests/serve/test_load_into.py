@@ -94,7 +94,7 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
             return scan(name="layers")(x, None)[0]
 
     model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
-    model, served = fp8.freeze(model8, variables)
+    model, served = fp8.freeze(model8, variables, X)
     np.testing.assert_array_equal(model.apply(served, X), model8.apply(variables, X))
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
@@ -199,7 +199,7 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
             return nn.Einsum(shape, equation, use_bias=False, name="layer")(x)
 
     model8, variables = trained(Own(), X, recipe=RECIPES[recipe])
-    model, served = fp8.freeze(model8, variables)
+    model, served = fp8.freeze(model8, variables, X)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     weight, kernel = checkpoint["layer.weight"], np.asarray(served["params"]["layer"]["kernel"])
@@ -221,7 +221,7 @@ def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
             return x @ self.param("kernel", nn.initializers.lecun_normal(), (8, 64)).T
 
     model8, variables = trained(Transposed(), X, recipe=RECIPES["delayed"])
-    model, served = fp8.freeze(model8, variables)
+    model, served = fp8.freeze(model8, variables, X)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
@@ -555,7 +555,7 @@ def test_logits_of_a_llama(tmp_path):
     checkpoint, tokens = fp8.read_checkpoint(folder), expected["tokens"].astype(np.int32)
     model8 = fp8.quantize_model(Llama(), fp8.Float8CurrentScaling(), include=".*proj")
     variables = jax.jit(model8.init)(jax.random.key(0), tokens)
-    for model, target in ((Llama(), variables), fp8.freeze(model8, variables, weight_only=True)):
+    for model, target in ((Llama(), variables), fp8.freeze(model8, variables, tokens, weight_only=True)):
         loaded = fp8.load_into(target, checkpoint, rename=TO_LLAMA)
         error = np.abs(model.apply(loaded, tokens) - expected["logits"]).max()
         error /= np.abs(expected["logits"]).max()

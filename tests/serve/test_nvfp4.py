@@ -18,7 +18,7 @@ from tests.serve.test_checkpoints import WRITTEN
 def test_frozen_and_in_a_file(recipe, tmp_path):
     """The results have the bits of training. Two codes are in a byte, the first in its low bits."""
     model8, variables = trained(Net(), X, recipe=recipe, exclude="last")
-    serve, served = fp8.freeze(model8, variables)
+    serve, served = fp8.freeze(model8, variables, X)
     out, expected = (jax.jit(m.apply)(v, X) for m, v in ((serve, served), (model8, variables)))
     np.testing.assert_array_equal(out, expected)
     fp8.save_safetensors(tmp_path / "a", serve, served)

@@ -36,7 +36,7 @@ def test_linen(name, recipe, tmp_path):
     else:
         model, x = MODELS[name][0](), normal(0, 2, 4, 8)
     model8, variables = trained(model, x, recipe=RECIPES[recipe])
-    serve, served = fp8.freeze(model8, variables)
+    serve, served = fp8.freeze(model8, variables, x)
     target = jax.eval_shape(lambda v: fp8.freeze(model8, v, x)[1], variables)
     restored = saved_and_restored(tmp_path, served, target)
     assert_same(restored, served)

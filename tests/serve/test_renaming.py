@@ -42,7 +42,7 @@ TOKENS = np.zeros((2, 3), np.int32)
 @pytest.fixture(scope="module")
 def served():
     model8 = fp8.quantize_model(Net(), RECIPES["current"], include="layers")
-    return fp8.freeze(model8, variables_of(model8, TOKENS))
+    return fp8.freeze(model8, variables_of(model8, TOKENS), TOKENS)
 
 
 @pytest.fixture(name="save")
@@ -118,7 +118,7 @@ BLOCKS = fp8.BlockQuantizer(dtype=jnp.float8_e5m2, block=(128, 128), scale="floa
 def test_what_no_config_describes(lhs, rhs, tmp_path):
     recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
     model8 = fp8.quantize_model(Net(), recipe, include="layers")
-    model, served = fp8.freeze(model8, variables_of(model8, TOKENS))
+    model, served = fp8.freeze(model8, variables_of(model8, TOKENS), TOKENS)
     fp8.save_safetensors(tmp_path / "model", model, served)
     assert read(tmp_path / "model")[1] is None
 
@@ -128,7 +128,7 @@ def test_convolutions(tmp_path):
     """A kernel keeps its layout, and no config describes an op that quantizes its kernel at each call."""
     model8, x = fp8.quantize_model(nn.Conv(16, (2, 2), strides=2), include=".*"), normal(0, 1, 4, 4, 16)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
-    model, served = fp8.freeze(model8, variables)
+    model, served = fp8.freeze(model8, variables, x)
     fp8.save_safetensors(tmp_path / "model", model, served)
     tensors, config = read(tmp_path / "model")
     assert config is None
@@ -140,7 +140,7 @@ def test_configs(tmp_path):
     configs = []
     for recipe in (mixed, RECIPES["block128"]):
         model8 = fp8.quantize_model(Net(), recipe, include="layers")
-        model, served = fp8.freeze(model8, variables_of(model8, TOKENS))
+        model, served = fp8.freeze(model8, variables_of(model8, TOKENS), TOKENS)
         fp8.save_safetensors(tmp_path / "model", model, served, rename={"gate": "router"})
         configs.append(read(tmp_path / "model")[1])
     group = configs[0]["config_groups"]["group_0"]

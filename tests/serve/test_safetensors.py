@@ -105,7 +105,7 @@ def test_what_a_file_cannot_hold(tmp_path):
     x = np.ones((2, 4), np.float32)
     model8 = fp8.quantize_model(Outer(), RECIPES["current"], **ALL)
     variables = model8.init(jax.random.key(0), x)
-    model, served = fp8.freeze(model8, variables)
+    model, served = fp8.freeze(model8, variables, x)
     with pytest.raises(ValueError, match=r"two/kernel and params/two/weight would both be 'two.weight'"):
         fp8.save_safetensors(tmp_path / "model", model, {"params": served["params"]})
     fp8.save_safetensors(tmp_path / "model", model, {"losses": served["losses"]})
@@ -128,7 +128,8 @@ def test_a_model_that_is_not_frozen(tmp_path):
 
 @pytest.fixture(scope="module")
 def frozen():
-    return fp8.freeze(*trained(nn.Dense(4), np.ones((2, 8), np.float32)))
+    x = np.ones((2, 8), np.float32)
+    return fp8.freeze(*trained(nn.Dense(4), x), x)
 
 
 def test_without_the_library(frozen, tmp_path, monkeypatch):

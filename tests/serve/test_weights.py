@@ -1,7 +1,5 @@
 """The weights for a server are the tensors of the file, made on the devices by one program."""
 
-from functools import partial
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -36,7 +34,7 @@ def assert_as_in_file(weights, path):
 def test_bits_are_those_of_the_file(recipe, tmp_path):
     model8, variables, *frozen = frozen_net(recipe)
     fp8.save_safetensors(tmp_path / "a", *frozen, rename=RENAME)
-    weights_of = partial(fp8.weights_for_serving, model8, rename=RENAME)
+    weights_of = lambda v: fp8.weights_for_serving(model8, v, X, rename=RENAME)  # noqa: E731
     for weights in (weights_of(variables), jax.jit(weights_of)(variables)):
         assert_as_in_file(weights, tmp_path / "a")
     assert "model.heads_proj.bias" in weights
@@ -46,13 +44,13 @@ def test_errors():
     model8, variables = trained(nn.Dense(4), X, recipe=RECIPES["current"])
     state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"must be the collections .*; got TrainState\. Pass state\.params"):
-        fp8.weights_for_serving(model8, state)
+        fp8.weights_for_serving(model8, state, X)
     with pytest.raises(TypeError, match="rename must"):
-        fp8.weights_for_serving(model8, variables, rename=["up"])
+        fp8.weights_for_serving(model8, variables, X, rename=["up"])
     with pytest.raises(ValueError, match="which matches none of"):
-        fp8.weights_for_serving(model8, variables, rename={"down": "up"})
+        fp8.weights_for_serving(model8, variables, X, rename={"down": "up"})
     with pytest.raises(ValueError, match="it is frozen already"):
-        fp8.weights_for_serving(*fp8.freeze(model8, variables))
+        fp8.weights_for_serving(*fp8.freeze(model8, variables, X), X)
     with pytest.raises(TypeError, match=r"variables must be the collections of the model; got ndarray"):
         fp8.weights_for_serving(model8, X)
     with pytest.raises(TypeError, match=r"must be a flax\.nnx\.Module or a flax\.linen\.Module; got dict"):
@@ -77,7 +75,7 @@ def test_sharded_variables(recipe, end, tmp_path):
     for dim, in_file in ((0, 1), (1, 0)):
         shards = jax.tree.map(lambda x, dim=dim: sharded(x, dim), variables)
         with jax.set_mesh(mesh):
-            weights = jax.jit(partial(fp8.weights_for_serving, model8, rename=RENAME))(shards)
+            weights = jax.jit(lambda v: fp8.weights_for_serving(model8, v, X, rename=RENAME))(shards)
         assert_as_in_file(weights, tmp_path / "a")
         for name in ("up", "heads"):
             weight = weights[f"model.{name}_proj.{end}"]

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -182,13 +181,14 @@ def fp8_dot_general(
 
     The kernel ``rhs`` is an array, or a ``QTensor`` from ``stored.packed_kernel``.
     """
-    # The plan describes a wide kernel.
-    wide = jnp.zeros(rhs.shape, lhs.dtype) if isinstance(rhs, QTensor) else rhs
-    lhs, wide = check_operands(lhs, wide, preferred_element_type)
+    is_stored = isinstance(rhs, QTensor)
+    lhs, wide = check_operands(lhs, lhs if is_stored else rhs, preferred_element_type)
+    kernel: Any = rhs if is_stored else wide
+    if is_stored:  # the plan describes a wide kernel
+        wide = jax.ShapeDtypeStruct(rhs.shape, lhs.dtype)
     arguments = dimension_numbers, precision, preferred_element_type
     make_plan = partial(dot_plan, key=key) if form == "direct" else _qdq_plan
     plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    kernel = rhs if isinstance(rhs, QTensor) else wide
     return run(plan, lhs, kernel, states=states, input_scale=input_scale)
 
 

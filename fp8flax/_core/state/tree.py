@@ -34,8 +34,8 @@ def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
 
 
 def path_names(path: KeyPath) -> tuple[str, ...]:
-    """Returns the names on a tree path, without the ``.value`` of an ``nnx.Variable`` or a Linen box."""
-    if path and path[-1] == GetAttrKey("value"):
+    """Returns the names on a tree path, without the ``.value`` of NNX's variables and of Linen's boxes."""
+    while path and path[-1] == GetAttrKey("value"):
         path = path[:-1]
     return tuple(keystr((key,), simple=True) for key in path)
 
