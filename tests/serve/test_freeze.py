@@ -521,7 +521,7 @@ def test_layers_that_share_their_parameters():
     frozen_alike(*trained(Shared(), x, recipe=RECIPES["delayed"]), x)
     by_hand = Shared(fp8.Fp8DotGeneralOp)  # with a state for each use of the one kernel
     with pytest.warns(UserWarning, match="its shape and its state do not show"):
-        assert not narrow(frozen_alike(by_hand, by_hand.init(jax.random.key(0), x), x, x)[1])
+        assert not narrow(frozen_alike(by_hand, by_hand.init(jax.random.key(0), x), x)[1])
 
 
 def test_gradients():
