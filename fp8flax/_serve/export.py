@@ -54,8 +54,8 @@ def save_safetensors(
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked, and experts, have a leading dimension: ``(experts, out, in)``, with
     the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. All other variables keep
-    their layout and their names, such as ``embed.embedding``. Scaling state and NNX's random number generators are left out.
-    Equal variables give equal files. ``load_into`` reads the file into a model.
+    their layout and their names, such as ``embed.embedding``. Scaling state and NNX's random number
+    generators are left out. Equal variables give equal files. ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
     blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is

@@ -72,8 +72,9 @@ def freeze(model: Any, *args: Any, weight_only: bool = False, **kwargs: Any) -> 
     ``input_scale``, if it is fixed; in NVFP4 ``kernel_scale`` has a scale for 16 values of each output
     feature, and ``kernel_tensor_scale`` multiplies them). Experts and stacked layers have scales of their
     own, along the first axes; in NNX, kernels must be stacked along these, too. There, kernels in FP8 and
-    scales have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to restore into, call
-    ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen Linen model has no ``init``.
+    scales have the type ``fp8flax.nnx.Frozen``. Any checkpoint library can save them. For a target to
+    restore into, call ``freeze`` under ``jax.eval_shape`` or ``nnx.eval_shape``: a frozen Linen model has
+    no ``init``.
 
     The frozen model has derivatives of any order with respect to its inputs and its wide parameters, as a
     model with the dequantized kernels; FP8 ops of wide kernels have those of training. Differentiation with
