@@ -16,28 +16,34 @@ from jax.extend import core
 
 
 class Equation(NamedTuple):
-    """An equation of a program, and its position: the scopes and loops around it."""
+    """An equation of a program, and its position: the scopes, loops and functions around it."""
 
     eqn: Any
     scopes: str
     """All scopes (``jax.named_scope``) that it is in, from the outermost, joined by ``/``."""
     times: int
     """How often it is computed: the product of the lengths of the scans around it. All branches count."""
+    inside: tuple[str, ...]
+    """The names of the primitives whose programs it is in, from the outermost, such as ``scan``."""
 
 
-def equations(program: Any, scopes: str = "", times: int = 1) -> Iterator[Equation]:
+def equations(
+    program: Any, scopes: str = "", times: int = 1, inside: tuple[str, ...] = ()
+) -> Iterator[Equation]:
     """Yields the equations of a program in order, each followed by the equations of the programs inside it.
 
     Args:
         program: a jaxpr, closed or not.
         scopes: the scopes around the program.
         times: how often the program is computed.
+        inside: the names of the primitives around the program.
     """
     for eqn in getattr(program, "jaxpr", program).eqns:
         own_scopes = f"{scopes}/{eqn.source_info.name_stack}".strip("/")
-        yield Equation(eqn, own_scopes, times)
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        yield Equation(eqn, own_scopes, times, inside)
+        name = eqn.primitive.name
+        length = eqn.params["length"] if name == "scan" else 1
         values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
         for inner in (one for each in values for one in each):
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
-                yield from equations(inner, own_scopes, times * length)
+                yield from equations(inner, own_scopes, times * length, (*inside, name))

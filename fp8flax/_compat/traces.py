@@ -50,9 +50,10 @@ class FrontTrace(core.Trace):
         return self.behind.process_primitive(primitive, operands, params)
 
     def open(self, program: Any, operands: Sequence[Any]) -> Any:
-        """Computes a closed jaxpr primitive by primitive, and sees each primitive."""
+        """Computes a jaxpr, closed or not, primitive by primitive, and sees each primitive."""
+        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
         with core.set_current_trace(self):  # JAX has no current trace while a primitive is processed
-            return core.eval_jaxpr(program.jaxpr, program.consts, *operands)
+            return core.eval_jaxpr(jaxpr, consts, *operands)
 
     def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
         return self.handler.on_primitive(self, primitive, operands, params)

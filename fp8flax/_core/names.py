@@ -11,6 +11,9 @@ BY_OP = "fp8_op"
 COUNTED = "fp8_site_"
 """The prefix of the scopes by which ``report`` finds and counts the contractions of a model."""
 
+MODULE = "fp8_module"
+"""The scope ``fp8_module(path)`` of the methods of a module while ``report`` traces its model."""
+
 CUBLASLT = "fp8_cublaslt"
 """The scope of a GEMM of FP8 codes that asks for cublasLt and for the accumulation of the recipe."""
 

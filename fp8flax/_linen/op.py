@@ -46,6 +46,11 @@ class Fp8Op(OpBase, nn.Module):
         self._check_options()
 
     @property
+    def _is_off(self) -> bool:
+        call = call_of(self.scope)
+        return super()._is_off and not (call and call.on_op)
+
+    @property
     def _run(self) -> Callable[..., jax.Array]:
         call, compute = call_of(self.scope), super()._run
         on_op = call.on_op if call else None

@@ -30,6 +30,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.traces import trace_behind, unwatched
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import (
     BY_OP,
     KERNEL_TENSOR_SCALE,
@@ -37,13 +38,14 @@ from fp8flax._core.names import (
     OVERWRITE_WITH_GRADIENT,
     PARAMS,
     STATE_LEAF_NAMES,
+    SWITCHED_OFF,
 )
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception, scope_in
+from fp8flax._model.interception import Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
 
@@ -72,6 +74,8 @@ class Call(Interception):
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided = {} if counted is None else counted
         """The contractions with the decisions about them, by their keys."""
+        if self.is_counting:
+            self.on_op = self._count_op
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
         self._kernels: dict[Path, str | None] = {}
@@ -113,11 +117,19 @@ class Call(Interception):
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_variables(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
+        own = having(scope, variables=variables, put_variable=put_variable)
         try:
-            with having(scope, variables=variables, put_variable=put_variable), self.watching():
+            with own, self.watching(), in_module(scope.path if self.is_counting else None):
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which contractions go to ``contract``, unless FP8 is switched off."""
+        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
+        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
+            return jax.named_scope(SWITCHED_OFF)
+        return super().watching()
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
@@ -180,6 +192,8 @@ class Call(Interception):
             return scope_in(self.decided, site)
         if not site.converts:
             return NOT_CONVERTED
+        if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
+            return SWITCHED_OFF
         known = self._kernels.setdefault((*scope.path, site.name), site.kernel)
         if known != site.kernel:
             raise ValueError(
@@ -193,6 +207,15 @@ class Call(Interception):
             op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
             object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
+
+    def _count_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
+        """Counts an op that the user gave to a layer, and computes it without FP8."""
+        origin = self.origins.of(operands[1])
+        kernel = None if origin is None else "/".join(origin.sources[0].path)
+        site = given_site(op, op.path[:-1], kernel, *operands)
+        self.decided[site.key] = site
+        with jax.named_scope(scope_in(self.decided, site)):
+            return op.row.plain(*operands, **keywords)
 
     # Where the state is.
 

@@ -19,14 +19,14 @@ import jax
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
-from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
+from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.op import Op
 from fp8flax._linen.conversion import having
 from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
-HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9]+)\b")
+HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9]+)\b")
 """Scopes of a contraction that was handled before, or of its derivative.
 
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
@@ -36,6 +36,24 @@ text."""
 def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
     """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
     return f"{COUNTED}{[*sites].index(site.key)}"
+
+
+GIVEN = "an op of its own"
+"""The reason in reports for an op that the user gave to a layer."""
+
+
+def given_site(
+    op: Any, path: tuple[str, ...], kernel: str | None, lhs: Any, rhs: Any, *arguments: Any
+) -> Site:
+    """Returns the contraction of an op that the user gave to the module at this path."""
+    shapes, dtypes, row = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
+    site = Site(path, type(op), kernel, row, shapes, dtypes, row.sizes(*shapes, *arguments), is_matmul=True)
+    return site._replace(name=row.name, converts=True, recipe=op.recipe, reason=GIVEN)
+
+
+def in_module(path: tuple[str, ...] | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope by which ``report`` finds the module of a contraction; none if there is no path."""
+    return contextlib.nullcontext() if path is None else jax.named_scope(f"{MODULE}({'/'.join(path)})")
 
 
 @dataclasses.dataclass
@@ -58,6 +76,8 @@ class Frame:
 class Interception:
     """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
 
+    opens: tuple[str, ...] = ("jit",)
+    """The primitives into which ``contract`` looks, if there is a contraction."""
     is_passing = False
     """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
 
@@ -76,6 +96,10 @@ class Interception:
         """
         raise NotImplementedError
 
+    def origin_of(self, value: Any) -> Origin | None:
+        """Returns the origin of an operand; None if it is an activation."""
+        return self.origins.of(value)
+
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the contractions of the current trace go to ``contract``.
 
@@ -89,7 +113,7 @@ class Interception:
         """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
-        left, kernel = self.origins.of(lhs), self.origins.of(rhs)
+        left, kernel = self.origin_of(lhs), self.origin_of(rhs)
         restore: Callable[[Any], Any] | None = None
         if left is not None and kernel is None and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
@@ -139,8 +163,10 @@ class Interception:
             if not isinstance(result, str):
                 return result
             scope = jax.named_scope(result)
-        elif primitive.name == "jit" and self._should_open(operands, params):
-            return front.open(params["jaxpr"], operands)
+        elif primitive.name in self.opens and self._should_open(primitive.name, operands, params):
+            if primitive.name == "jit":
+                return front.open(params["jaxpr"], operands)
+            return self._rematerialized(front, operands, params)
         with scope, having(self, is_passing=True):
             results = front.compute(primitive, operands, params)
         all_results = results if primitive.multiple_results else [results]
@@ -159,14 +185,35 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    def _should_open(self, operands: Any, params: Any) -> bool:
-        """Returns whether to trace into a jitted function, such as the functions of ``jax.numpy``."""
-        specified = (*params["in_shardings"], *params["out_shardings"])
+    def _rematerialized(self, front: FrontTrace, operands: Sequence[Any], params: Any) -> Any:
+        """Computes what ``jax.checkpoint`` has traced under ``jax.checkpoint`` again, and looks into it."""
+
+        def compute(*inputs: Any) -> Any:
+            self.origins.pass_on(operands, inputs)
+            inner = FrontTrace(self)
+            with running_in(inner):
+                return inner.open(params["jaxpr"], inputs)
+
+        jaxpr, options = params["jaxpr"], {name: params[name] for name in ("prevent_cse", "policy")}
+        with running_in(front.behind):
+            results = jax.checkpoint(compute, **options)(*operands)
+        self.origins.follow(operands, results)
+        # nnx.remat returns the parameters that it gets.
+        given = dict(zip(jaxpr.invars, operands))
+        self.origins.pass_on([given.get(var) for var in jaxpr.outvars], results)
+        return results
+
+    def _should_open(self, name: str, operands: Any, params: Any) -> bool:
+        """Returns whether to trace into a function, such as the jitted functions of ``jax.numpy``."""
+        specified = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
         inside = [*equations(params["jaxpr"])]
-        # The modules in a function of nn.jit were already intercepted when the function was traced.
-        if any(HANDLED.search(one.scopes) for one in inside):
-            return False
-        has_contraction = any(row_of(one.eqn.primitive) is not None for one in inside)
-        return has_contraction or any(self.origins.of(x) is not None for x in operands)
+        # The modules in a function of nn.jit or nnx.jit were already intercepted when it was traced.
+        is_handled = [HANDLED.search(one.scopes) is not None for one in inside]
+        for one, handled in zip(inside, is_handled):
+            if row_of(one.eqn.primitive) and not handled and {*one.inside} <= {*self.opens}:
+                return True
+        return (
+            name == "jit" and not any(is_handled) and any(self.origins.of(x) is not None for x in operands)
+        )

@@ -194,6 +194,12 @@ class ParamOrigins:
         known, key = self._known, id(value)
         known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
 
+    def pass_on(self, values: Sequence[Any], others: Sequence[Any]) -> None:
+        """Gives other values the origins of these, as a function gets its operands as inputs."""
+        for value, other in zip(values, others):
+            if id(value) in self._known:
+                self._set(other, self._known[id(value)][1])
+
     def add(self, arrays: Iterable[tuple[tuple[str, ...], Any]], kind: str = "") -> None:
         """Records arrays as parameters, or variables of another kind, by their paths, if not known yet."""
         for path, leaf in arrays:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.names import MODULE
 from fp8flax._core.ops.op import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.quantizers import NVFP4Quantizer
@@ -24,6 +26,9 @@ from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site
 from fp8flax._model.wrapped_module import convert, trace_apply
 
+NOT_RUN = "its op did not run in this call"
+"""The reason in reports for an FP8 op of a model that the call does not reach, or computes without."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -35,7 +40,8 @@ class Row:
         batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
         count: how often it is computed in one forward pass.
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
-        reason: the rule that converts it, or the reason why it is not converted.
+        reason: the rule that converts it, or the reason why it is not converted. An op that exists, but did
+            not run in the call, has a row with ``count`` and all sizes 0.
         flops: FLOPs of all its computations in one forward pass.
         is_fp4: whether its recipe multiplies in FP4 in the forward pass.
     """
@@ -58,13 +64,11 @@ class ModelReport:
     """Table of a model's contractions, and whether each of them runs in FP8.
 
     Attributes:
-        rows: the contractions, in the order in which the model computes them.
-        unseen: contractions in places that ``quantize_model`` does not convert, by place and shapes: in a
-            ``lax.scan``, in ``jax.checkpoint``, or in a function with a derivative of its own.
+        rows: all contractions of the call, in the order in which the model computes them; then the FP8 ops
+            that did not run.
     """
 
     rows: tuple[Row, ...]
-    unseen: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[Row, ...]:
@@ -78,12 +82,13 @@ class ModelReport:
         return sum(row.flops for row in self.converted) / total if total else 0.0
 
     def __str__(self) -> str:
-        total = sum(row.flops for row in self.rows) or 1
-        rows = []
+        ran = [row for row in self.rows if row.count]
+        total, rows = sum(row.flops for row in ran) or 1, []
         for row in self.rows:
             name = (row.kernel or "-").removeprefix(f"{row.path}/" if row.path else "")
             sizes = [row.batch] * (row.batch != 1) + [row.m, row.k, row.n]
-            share, sizes_text = f"{100 * row.flops / total:.1f}", "×".join(map(str, sizes))
+            share = f"{100 * row.flops / total:.1f}"
+            sizes_text = "×".join(map(str, sizes)) if row.count else "-"
             dtype = "FP4" if row.is_fp4 else "FP8" if row.converted else "no"
             rows.append(
                 (row.path or "(the model)", name, sizes_text, str(row.count), share, dtype, row.reason)
@@ -92,9 +97,8 @@ class ModelReport:
         lines = [
             *table_lines(header, rows),
             "",
-            f"{len(self.converted)} of {len(self.rows)} contractions are converted "
+            f"{len(self.converted)} of {len(ran)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of their FLOPs).",
-            *(f"Not looked into: {text}." for text in self.unseen),
         ]
         return "\n".join(lines)
 
@@ -105,8 +109,8 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
     under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
     contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
-    not known. All branches of a condition count. Linen layers that have an FP8 op by themselves are not
-    listed.
+    not known. All branches of a condition count. The report says FP8 only of ops that ran in this call. All
+    other contractions count, too, each with a reason, wherever they are.
 
     What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
 
@@ -143,35 +147,47 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
-def report_of(program: Any, sites: dict[Hashable, Site]) -> ModelReport:
+def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in the scope ``scope_in(sites, site)``.
+    In ``program`` each contraction is in the scope ``scope_in(sites, site)``. ``not_run`` are the paths of
+    ops that did not run.
     """
     decided = {scope_in(sites, site): site for site in sites.values()}
-    counts: Counter[tuple[str, GemmSizes]] = Counter()
-    unseen = []
+    counts: Counter[tuple[Any, GemmSizes]] = Counter()
     for one in equations(program):
         row = row_of(one.eqn.primitive)
         if row is None:
             continue
         lhs, rhs, *more = (var.aval for var in one.eqn.invars)
-        scopes = HANDLED.findall(one.scopes)
-        if not scopes:
-            unseen.append(f"{one.scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
-        elif scopes[-1] in decided:
-            sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(one.eqn.params))
-            if decided[scopes[-1]].is_swapped:
-                sizes = sizes._replace(m=sizes.n, n=sizes.m)
-            counts[scopes[-1], sizes] += one.times
+        sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(one.eqn.params))
+        scopes, modules = HANDLED.findall(one.scopes), re.findall(rf"{MODULE}\((.*?)\)", one.scopes)
+        if scopes and scopes[-1] not in decided:
+            continue
+        # JAX computes the others in a way that quantize_model does not look into.
+        key = decided[scopes[-1]] if scopes else (modules[-1] if modules else "", _reason(one.inside))
+        if isinstance(key, Site) and key.is_swapped:
+            sizes = sizes._replace(m=sizes.n, n=sizes.m)
+        counts[key, sizes] += one.times
     rows = []
-    for (key, sizes), count in counts.items():
-        site = decided[key]
+    for (site, sizes), count in counts.items():
+        flops = count * sizes.flops
+        if not isinstance(site, Site):
+            path, reason = site
+            rows.append(Row(path, None, *sizes, count, False, reason, flops))
+            continue
         converted, reason = site.converts, site.reason
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
-        flops = count * sizes.flops
         rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
-    return ModelReport(rows=tuple(rows), unseen=tuple(unseen))
+    rows += [Row(path, None, 0, 0, 0, 0, 0, False, NOT_RUN, 0) for path in not_run]
+    return ModelReport(rows=tuple(rows))
+
+
+def _reason(inside: Sequence[str]) -> str:
+    """Returns why a contraction inside of these primitives is not converted."""
+    name = next((name for name in reversed(inside) if name != "jit"), "a function")
+    name = name.replace("remat2", "checkpoint").removesuffix("_call")
+    return f"inside of {name}, into which quantize_model does not look"

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     notes = set[str]()
 
-    def note(message: Warning | str, *_: object) -> None:
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
         """Prints a warning once, without the place in the code where it comes from."""
         if str(message) not in notes:
             notes.add(str(message))

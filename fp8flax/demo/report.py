@@ -79,7 +79,7 @@ def _predict(task: Task, figures: dict[str, list[float]]) -> list[str]:
         audits = [audit(audited, precision) for precision in PRECISIONS]
         bf16, in_fp8 = (1e3 * one.predicted_seconds["total"] for one in audits)
         figures[f"predicted ms of {name}"] = [bf16, in_fp8]
-        width = audited.models["fp8"].width  # type: ignore[attr-defined]
+        width = audited.models["fp8"].width
         launches = [one.num_launches for one in audits]
         lines.append(
             f"At width {width} a step on an H200 is predicted to run at {bf16 / in_fp8:.2f} times the "

@@ -2,15 +2,18 @@
 
 A contraction has a module and the name of an attribute: the field of a layer, such as ``dot_general``, or
 an attribute of ours, such as ``fp8_w``. ``quantize_model`` puts an op there, or a ``LeftWide`` with the
-reason why not. ``report`` reads these attributes. NNX has no hook around methods. So a module with an op
-for a written-out product gets a subclass of its class, whose methods run in an ``Interception``.
+reason why not. ``report`` reads these attributes. NNX has no hook around methods. So a module that writes
+a product out gets a subclass of its class, whose methods run in an ``Interception``.
+
+``DryRun`` decides which contractions there are: those of the fields that the call really calls, and those
+that are written out, each in the module whose method computes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,21 +24,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.traces import current_handler, unwatched
-from fp8flax._core.names import NOT_CONVERTED
+from fp8flax._core.autocast import autocast, recipe_in_use
+from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import Frame, Interception, scope_in
+from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
 from fp8flax.nnx.ops import Fp8Op
+
+ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
+"""The reason for contractions that ``quantize_model`` has not seen in a call."""
 
 
 def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
@@ -44,18 +52,12 @@ def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
 
 
 def op_of(site: Site) -> Fp8Op | None:
-    """Returns the op of a contraction, which is an attribute of the module; None if there is none."""
-    found = getattr(site.module, attribute_of(site), None)
-    return found if isinstance(found, Fp8Op) else None
+    """Returns the op of a contraction, which is an attribute of the module; None if there is none.
 
-
-def attribute_of(site: Site) -> str:
-    """Returns the name of the attribute of a contraction, such as ``fp8_mlp_w`` for ``mlp/w``.
-
-    It is ``fp8-mlp-w`` if ``fp8_mlp_w`` is that of another kernel, ``mlp_w``.
+    The contraction of an op that a module of the user calls has this op as its module.
     """
-    name = site.name.replace("-", "_")
-    return name if getattr(getattr(site.module, name, None), "_site", site.name) == site.name else site.name
+    found = getattr(site.module, site.name, site.module)
+    return found if isinstance(found, Fp8Op) else None
 
 
 def _plain(op: type[Op]) -> Callable[..., jax.Array]:
@@ -128,30 +130,65 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 
 
 class ModuleCall(Interception):
-    """One call of a method of a module. Contractions with an op of the module are computed by it."""
+    """One call of a method of a module, and the calls of methods inside of it that run in the same trace.
 
-    def __init__(self, module: Any, method: str) -> None:
+    Contractions with an op of the module that computes them are computed by this op.
+    """
+
+    opens = ("jit", "remat2")
+
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.frames.append(Frame(module, "" if method == "__call__" else method))
-        for path, x in nodes_of(module, nnx.Variable).items():
+        nodes = nodes_of(module, nnx.Module, nnx.Variable)
+        self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
+        """The modules that are a part of the call, with their paths, by their identities."""
+        self._variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
+        for x in self._variables.values():
             is_param = isinstance(x, nnx.Param)
             if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
-            kind = "" if is_param else f"a variable of the type {type(x).__name__}"
-            self.origins.add([(path, x.get_value())], kind)
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
+    @contextlib.contextmanager
+    def in_frame(self, module: Any, method: str) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        if self.frames and self.frames[-1].module is module:
+            yield  # a method that another method of its module calls shares the frame of that method
+            return
+        # Transformations of NNX write new arrays into the variables.
+        path, _ = self.modules[id(module)]
+        for keys, x in self._variables.items():
+            if keys[: len(path)] == path:
+                kind = "" if isinstance(x, nnx.Param) else f"a variable of the type {type(x).__name__}"
+                self.origins.add([(keys, x.get_value())], kind)
+        self.frames.append(Frame(module, "" if method == "__call__" else method))
+        try:
+            with in_module(module._fp8_path if self._dry_run else None):
+                yield
+        finally:
+            self.frames.pop()
+
+    def origin_of(self, value: Any) -> Origin | None:
+        """Returns the origin of a value with paths from the running module; None if it is not below it."""
+        origin, (path, _) = super().origin_of(value), self.modules[id(self.frames[-1].module)]
+        above = len(path)
+        if origin is None or any(source.path[:above] != path for source in origin.sources):
+            return None
+        return origin._replace(sources=tuple(x._replace(path=x.path[above:]) for x in origin.sources))
+
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
-        prefix = "fp8" if site.op is DotGeneral else f"fp8_{site.op.nnx_field}"
-        site = site._replace(name=f"{prefix}-{site.name}")
+        prefix = "fp8_" if site.op is DotGeneral else f"fp8-{site.op.nnx_field}-"
+        site = site._replace(name=prefix + site.name)
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
         op = op_of(site)
-        return NOT_CONVERTED if op is None else by(op)
+        if op is None or site.impossible is not None:
+            return NOT_CONVERTED
+        return SWITCHED_OFF if op._is_off else by(op)
 
 
 def watch(node: Any) -> None:
@@ -167,20 +204,28 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
     body = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
-            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                body[name] = _watched(method)
+            # Decorators such as nnx.jit return other callables than functions, which Python binds, too.
+            is_method = callable(method) and hasattr(type(method), "__get__")
+            is_method &= not isinstance(method, type | staticmethod)
+            if is_method and (name == "__call__" or not name.startswith("_")):
+                body[name] = _watched(name, method)
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
 
 
-def _watched(method: Any) -> Any:
+def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = current_handler()
-        if isinstance(call, ModuleCall) and call.frames[-1].module is self:
-            return method(self, *args, **kwargs)
-        with unwatched(), ModuleCall(self, method.__name__).watching():
-            return method(self, *args, **kwargs)
+        run, call = method.__get__(self, type(self)), current_handler()
+        if recipe_in_use(None, Fp8Op.default_recipe) is None:
+            with jax.named_scope(SWITCHED_OFF):
+                return run(*args, **kwargs)
+        if isinstance(call, ModuleCall) and id(self) in call.modules:
+            with call.in_frame(self, name):
+                return run(*args, **kwargs)
+        call = ModuleCall(self)
+        with unwatched(), call.watching(), call.in_frame(self, name):
+            return run(*args, **kwargs)
 
     return watched
 
@@ -192,7 +237,6 @@ class LeftWide:
     scope: str
     plain: Callable[..., jax.Array]
     reason: str
-    _site: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Computes the contraction without FP8."""
@@ -206,32 +250,55 @@ class DryRun:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
+        self.called: dict[tuple[str, ...], Site] = {}
+        """The contractions of layers whose field the call has called, by the paths of the layers."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
-        self._layers = {layer.path: layer for layer in layers_of(model)}
         copy: Any = nnx.clone(model)
-        for layer in layers_of(copy):
-            setattr(layer.module, layer.name, nnx.static(_plain(layer.op)))
+        for path, op in nodes_of(copy, Fp8Op).items():
+            op._on_op = nnx.static(functools.partial(self._run_given, path))
+        for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
+            setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
+            if hasattr(layer.module, "dot_general_cls"):
+                layer.module.dot_general_cls = None
         for path, module in nodes_of(copy, nnx.Module).items():
             # An attribute of a dict or a list would be an item.
             if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
                 module._fp8_path, module._fp8_dry_run = path, self
                 watch(module)
         graphdef, state = nnx.split(copy)
-        self.program = program_of(
-            lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state, args, kwargs
-        )
-        """The jaxpr of the call."""
+        self._inputs = [id(x) for x in jax.tree.leaves(state)]
+        with autocast():  # finds the same contractions while FP8 is switched off
+            self.program = program_of(
+                lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs),
+                *(state, args, kwargs),
+            )
+            """The jaxpr of the call."""
+
+    @functools.cached_property
+    def needed(self) -> set[int]:
+        """The identities of the arrays of the model that the call needs."""
+        return {x for x, is_needed in zip(self._inputs, needed_inputs(self.program)) if is_needed}
+
+    def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
+        """Records that a layer calls its field, and computes its contraction."""
+        self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
+        with jax.named_scope(self._record(site)):
+            return _plain(site.op)(*args, **kwargs)
+
+    def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
+        """Records that a module calls an op that the user gave to it, and computes its contraction."""
+        site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
+        with jax.named_scope(self._record(site)):
+            return op.row.plain(*args, **kwargs)
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
-        """Records a contraction of a module, and returns the scope to compute it in."""
-        keys, source = site.module._fp8_path, None if kernel is None else kernel.sources[0]
+        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        keys = site.module._fp8_path
         site = site._replace(path=keys, module=self._modules[keys])
-        layer = self._layers.get(site.path)
-        if layer is not None and (source is None or source.path == ("kernel",)):
-            site = layer._replace(in_custom_vjp=site.in_custom_vjp)
-        elif source is not None:
+        if kernel is not None:
+            source = kernel.sources[0]
             whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
             stacked, impossible = _stack_of(whole, source.shape)
             site = site._replace(
@@ -239,6 +306,10 @@ class DryRun:
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
+        return self._record(site)
+
+    def _record(self, site: Site) -> str:
+        """Records a contraction, and returns the scope to compute it in."""
         self.found[site.key] = site
         return scope_in(self.found, site)
 
@@ -252,26 +323,43 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
             "comes from quantize_model. Call it once, on the whole model, with all rules at once."
         )
     copy: Any = nnx.clone(model)
-    found = {layer.key: layer for layer in layers_of(copy)}
-    if inputs or keyword_inputs:
-        found |= DryRun(copy, inputs, keyword_inputs).found
-    decided = [options.decide(site) for site in found.values()]
+    decided = [options.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
     options.check(decided, has_ops=bool(given))
-    for site in sorted(decided, key=lambda site: site.name.count("-")):  # see attribute_of
-        name = attribute_of(site)
+    written_out = [site for site in decided if site.name != site.op.nnx_field]
+    for site in written_out if any(site.converts for site in written_out) else ():
+        watch(site.module)
+    # Several contractions may have one place. One that is converted comes last, and decides.
+    places = {(id(x.module), x.name): x for x in sorted(decided, key=lambda x: x.converts)}
+    for site in places.values():
         if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
         if site.converts:
-            setattr(site.module, name, nnx.data(_new_op(site, options, rngs)))
-            if name != site.op.nnx_field:
-                watch(site.module)
+            setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.place, _plain(site.op), site.reason, site.name)
-            setattr(site.module, name, nnx.static(wide))
+            wide = LeftWide(site.place, _plain(site.op), site.reason)
+            setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
-        op._reason = op._reason or "an op of its own"
+        op._reason = op._reason or GIVEN
     return copy
+
+
+def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site]:
+    """Yields the contractions of a model: those of a call with these inputs, if there are inputs.
+
+    A layer of Flax that the call does not reach is also there, because another method may call it.
+    """
+    run = DryRun(model, inputs, keyword_inputs) if inputs or keyword_inputs else None
+    for layer in layers_of(model):
+        is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
+        if run is None:
+            yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
+        elif layer.path in run.called:
+            yield run.called[layer.path]
+        elif is_flax_own and id(layer.module.kernel.get_value()) not in run.needed:
+            yield layer
+    if run is not None:
+        yield from (x for x in run.found.values() if x.name.startswith("fp8"))
 
 
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
@@ -281,26 +369,28 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
     op._make_state(site.stacked, rngs)
-    op._reason, op._site, op.has_kernel = site.reason, site.name, site.kernel is not None
+    op._reason, op.has_kernel = site.reason, site.kernel is not None
     return cast(Fp8Op, op)
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
-    if not any(op._reason for op in nodes_of(model, Fp8Op).values()):
+    given = nodes_of(model, Fp8Op).values()
+    if not any(op._reason for op in given):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()})
+    ran = {id(op_of(site)) for site in run.found.values()}
+    not_run = [op._scope for op in given if id(op) not in ran]
+    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()}, not_run)
 
 
 def _decided(site: Site) -> Site:
     """Returns a contraction of a converted model with the decision of ``quantize_model``."""
-    there = getattr(site.module, attribute_of(site), None)
-    if isinstance(there, Fp8Op):
-        return site._replace(converts=True, recipe=there.recipe, reason=there._reason)
+    op, there = op_of(site), getattr(site.module, site.name, None)
+    if op is not None and site.impossible is None:
+        return site._replace(converts=True, recipe=op.recipe, reason=op._reason)
     if isinstance(there, LeftWide):
         return site._replace(reason=there.reason)
     if site.kernel is None or site.impossible is not None:
         return Rules().decide(site)
-    reason = "written out by a module: give quantize_model inputs, so that it finds this contraction"
-    return site._replace(reason=reason)
+    return site._replace(reason=ONLY_WITH_INPUTS)

@@ -85,6 +85,8 @@ class _StateName(NamedTuple):
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
+    _on_op: Any = None
+    """A function that computes the op in a dry run, ``_on_op(op, lhs, rhs, *arguments)``."""
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
 
@@ -110,6 +112,10 @@ class Fp8Op(OpBase, nnx.Module):
         for leaf in self._state_leaves(in_use, self._experts):
             array = jnp.full((*stack, *leaf.shape), leaf.fill, jnp.float32)
             setattr(self, leaf.name, OverwriteWithGradient(array))
+
+    @property
+    def _run(self) -> Callable[..., jax.Array]:
+        return super()._run if self._on_op is None else functools.partial(self._on_op, self)
 
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any

@@ -148,8 +148,7 @@ def test_a_model(name):
     report = fp8.report(model8, *args, **options)
     converted = {re.sub(r"\d+", "*", row.path) for row in report.converted}
     assert all(any(path.endswith(layer) for path in converted) for layer in layers)
-    assert all(row.reason for row in report.rows)
-    assert report.unseen == ()
+    assert all(row.reason and not row.reason.startswith("inside of") for row in report.rows)
 
     calibrated = fp8.calibrate(lambda v, x: first(model8.apply(v, *x, **options)), variables8, [args])
     plain, logits = (

@@ -107,6 +107,29 @@ def test_methods():
         assert jax.tree.structure(captured) == jax.tree.structure(expected)
 
 
+class Contractions(nn.Module):
+    einsum: Any = jnp.einsum
+
+    @nn.compact
+    def __call__(self, x):
+        w, v = (self.param(name, nn.initializers.lecun_normal(), (8, 16, 32)) for name in "wv")
+        y = jnp.einsum("oij,bij->bo", x, w, precision=("highest", "default"))
+        return y + self.einsum("oij,bij->bo", x, v)
+
+
+def test_switched_off_is_bit_equal():
+    """Also a contraction that an op would compute with other operands or in another order."""
+    model, x = Contractions(), normal(3, 24, 16, 32)
+    model8 = fp8.quantize_model(Contractions(fp8.Fp8Einsum(parent=None)), **ALL)
+    variables = variables_of(model8, x)
+    assert (model8.apply(variables, x) != model.apply(plain(variables), x)).any()
+    with fp8.autocast(enabled=False):
+        for run in (lambda f: f, jax.jit):
+            out = run(model8.apply)(variables, x)
+            np.testing.assert_array_equal(out, run(model.apply)(plain(variables), x))
+        assert OWG not in model8.init(KEY, x)
+
+
 class Looped(nn.Module):
     """A model whose main method is a loop."""
 

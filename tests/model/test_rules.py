@@ -211,6 +211,7 @@ class TestReport:
             ("", None, 64, 512, 64, False),
             ("value", "value/kernel", 64, 512, 512, False),
             ("", None, 64, 64, 512, False),
+            ("", None, 64, 512, 512, False),
             ("lm_head", "lm_head/kernel", 64, 512, 512, False),
         ]
         reasons = [r.reason for r in result.rows]
@@ -218,13 +219,11 @@ class TestReport:
         assert reasons[3] == "left by the rule 'value'"
         assert reasons[2] == reasons[4] == "a product of two activations (products=True converts them)"
         assert result.rows[0].flops == 2 * 64 * 1024 * 1024
-        seen = 2 * 64 * (1024 * 1024 + 1024 * 512 + 2 * 512 * 512 + 2 * 64 * 512)
-        assert result.fp8_share == pytest.approx(2 * 64 * (1024 * 1024 + 1024 * 512) / seen)
-        assert len(result.unseen) == 1
-        assert "(64, 512) by (512, 512)" in result.unseen[0]
+        assert (result.rows[5].count, "inside of scan" in reasons[5]) == (2, True)
+        total = 2 * 64 * (1024 * 1024 + 1024 * 512 + 4 * 512 * 512 + 2 * 64 * 512)
+        assert result.fp8_share == pytest.approx(2 * 64 * (1024 * 1024 + 1024 * 512) / total)
         text = str(result)
-        assert "2 of 6 contractions are converted" in text
-        assert "Not looked into" in text
+        assert "2 of 7 contractions are converted" in text
         assert all(r.reason in text for r in result.rows)
 
     def test_loops_count(self):

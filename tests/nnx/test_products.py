@@ -41,8 +41,8 @@ class Own(nnx.Module):
 
 
 NAMES = {
-    *("fp8_w", "fp8_tied_T", "fp8_qkv_axis1_0_8", "fp8_qkv_axis1_8_16", "fp8_left_T", "fp8_scaled"),
-    *("layer/dot_general", "embed/fp8_embedding_T", "lora/fp8_lora_a", "lora/fp8_lora_b"),
+    *("fp8_w", "fp8_tied-T", "fp8_qkv-axis1-0-8", "fp8_qkv-axis1-8-16", "fp8_left-T", "fp8_scaled"),
+    *("layer/dot_general", "embed/fp8_embedding-T", "lora/fp8_lora_a", "lora/fp8_lora_b"),
 }
 
 
@@ -82,7 +82,6 @@ class TestOwn:
             *("lora/lora_a", "lora/lora_b"),
         }
         assert report.fp8_share == 1
-        assert report.unseen == ()
         (left,) = (row for row in report.rows if row.kernel == "left")
         assert (left.m, left.k, left.n) == (4, 8, 8)
 
@@ -147,7 +146,7 @@ def test_stacked_modules(how):
 
 
 class Experts(nnx.Module):
-    """One parameter in a ragged dot, in an einsum, and in places that are not looked into."""
+    """One parameter in a ragged dot, an einsum, ``jax.checkpoint``, and a loop that is not looked into."""
 
     def __init__(self):
         self.w = param(2, 8, 8)
@@ -161,12 +160,14 @@ class Experts(nnx.Module):
 
 def test_experts_and_places_that_are_not_looked_into():
     model8 = fp8.quantize_model(Experts(), X, include=".*")
-    assert set(ops_of(model8)) == {"fp8_ragged_dot_w", "fp8_w"}
-    assert model8.fp8_ragged_dot_w.kernel_scale.shape == (2, 1)
+    assert set(ops_of(model8)) == {"fp8-ragged_dot-w", "fp8_w", "fp8_w-axis0-1"}
+    assert ops_of(model8)["fp8-ragged_dot-w"].kernel_scale.shape == (2, 1)
     assert_in_fp8(model8, Experts(), X)
     report = fp8.report(model8, X)
-    assert [row.kernel for row in report.rows] == ["w", "w"]
-    assert len(report.unseen) == 2
+    assert [(row.kernel, row.count) for row in report.rows] == [("w", 1), ("w", 1), (None, 2), ("w", 1)]
+    assert "inside of scan" in report.rows[2].reason
+    flops = [row.flops for row in report.rows]
+    assert report.fp8_share == (sum(flops) - flops[2]) / sum(flops)
 
 
 def test_products_of_activations():
@@ -216,3 +217,169 @@ def test_nothing_to_convert():
     for inputs in ((), (X,)):
         with pytest.raises(ValueError, match="no contraction"):
             fp8.quantize_model(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), *inputs)
+
+
+class Written(nnx.Linear):
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Summed(nnx.Linear):
+    def __call__(self, x):
+        return jnp.einsum("io,bi->bo", self.kernel[...], x)
+
+
+class Inherited(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Parent(nnx.Module):
+    """Multiplies by the kernel of a layer that it does not call; another method calls another layer."""
+
+    def __init__(self):
+        self.layer, self.other = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
+
+    def __call__(self, x):
+        return x @ self.layer.kernel[...]
+
+    def decode(self, x):
+        return self.other(x)
+
+
+class TestOnlyWhatRuns:
+    """The op of a layer counts as one only if the layer calls it."""
+
+    @pytest.mark.parametrize("cls", [Written, Summed, Inherited])
+    def test_classes_of_layers(self, cls):
+        by_hand = nnx.Linear(8, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        model8 = fp8.quantize_model(cls(8, 8, rngs=nnx.Rngs(0)), X, include=".*")
+        assert len(ops_of(model8)) == 1
+        np.testing.assert_array_equal(model8(X), by_hand(X))
+        assert fp8.report(model8, X).fp8_share == 1
+        pair = nnx.List([cls(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))])
+        model8 = fp8.quantize_model(nnx.Sequential(*pair), include=".*")
+        assert set(ops_of(model8)) == {"layers/1/dot_general"}
+        wide, converted = fp8.report(model8, X).rows
+        assert ("inputs" in wide.reason, converted.converted) == (True, True)
+
+    def test_a_parent_that_multiplies(self):
+        model = Parent()
+        model8 = fp8.quantize_model(model, X, include=".*")
+        assert set(ops_of(model8)) == {"fp8_layer-kernel", "other/dot_general"}
+        assert_in_fp8(model8, model, X)
+        row, not_run = fp8.report(model8, X).rows
+        assert (row.kernel, row.converted) == ("layer/kernel", True)
+        assert (not_run.path, not_run.converted, not_run.count, not_run.flops) == ("other", False, 0, 0)
+        assert not_run.reason == "its op did not run in this call"
+        without = fp8.report(fp8.quantize_model(model, include=".*"), X)
+        assert [row.path for row in without.rows if row.reason == not_run.reason] == ["layer", "other"]
+        assert without.fp8_share == 0
+
+    def test_ops_by_hand(self):
+        class ByHand(nnx.Module):
+            def __init__(self):
+                self.op, self.w = fp8nnx.Fp8DotGeneralOp(), param(8, 8)
+                self.layer = Written(8, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+
+            def __call__(self, x):
+                return self.layer(self.op(x, self.w[...], (((1,), (0,)), ((), ()))))
+
+        rows = fp8.report(fp8.quantize_model(ByHand(), X, include="absent", allow_unmatched=True), X).rows
+        assert [(row.path, row.converted, row.count) for row in rows] == [
+            *(("", True, 1), ("layer", False, 1), ("layer", False, 0))
+        ]
+
+
+class Child(nnx.Module):
+    def __init__(self):
+        self.w = param(8, 8)
+
+    def kernel(self):
+        return self.w.T
+
+    def __call__(self, x):
+        return x @ x.T @ x @ self.w
+
+
+def test_the_contractions_are_those_that_were_decided():
+    """A child that stays wide takes no op of its parent, which multiplies by what the child returns."""
+
+    class Family(nnx.Module):
+        def __init__(self):
+            self.child, self.child_w = Child(), param(8, 8, seed=2)
+
+        def __call__(self, x):
+            x = self.child(x) @ self.child_w @ self.child.kernel()
+            return x @ x.T @ x
+
+    model, x = Family(), jnp.asarray(X)
+    model8 = fp8.quantize_model(model, x, products=True, include="^$|child_w|child/w", exclude="^child$")
+    assert set(ops_of(model8)) == {f"fp8_{x}" for x in ("child_w", "child-w-T", "product_0", "product_1")}
+    np.testing.assert_array_equal(model8.child(x), model.child(x))
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model8)
+    assert all(np.asarray(g[...]).max() > 0 for path, g in histories(grads).items() if "history" in path)
+
+
+class Decorated(nnx.Module):
+    def __init__(self, how):
+        self.first, self.w, self.layer = param(8, 8), param(8, 8), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.how = how
+
+    def plain(self, x):
+        return self.layer(jnp.tanh(x @ self.w))
+
+    remat, nnx_jit, jax_jit = nnx.remat(plain), nnx.jit(plain), jax.jit(plain)
+    scan = nnx.scan(plain, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=2)
+
+    def __call__(self, x):
+        return getattr(self, self.how)(x @ self.first) @ self.w
+
+
+@pytest.mark.parametrize("how", ["remat", "nnx_jit", "jax_jit"])
+def test_decorated_methods(how):
+    expected, model8 = (fp8.quantize_model(Decorated(name), X, include=".*") for name in ("plain", how))
+    assert set(ops_of(model8)) == set(ops_of(expected)) == {"fp8_first", "fp8_w", "layer/dot_general"}
+
+    def step(model):
+        return fp8nnx.value_and_grad(lambda m: jnp.sum(m(X) ** 2))(model)
+
+    (loss, grads), (right, right_grads) = nnx.jit(step)(model8), nnx.jit(step)(expected)
+    np.testing.assert_allclose(loss, right, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, right_grads)
+    assert fp8.report(model8, X).fp8_share == 1
+
+
+def test_a_scan_of_a_method_counts():
+    report = fp8.report(fp8.quantize_model(Decorated("scan"), X, include=".*"), X)
+    assert [(row.kernel, row.count, row.converted) for row in report.rows] == [
+        *(("first", 1, True), (None, 2, False), ("layer/kernel", 2, True), ("w", 1, True))
+    ]
+    assert report.fp8_share == 4 / 6
+
+
+class Contractions(nnx.Module):
+    """Contractions that an op would compute with other operands, axes or precisions."""
+
+    def __init__(self):
+        self.w, self.experts = param(8, 16, 32), param(3, 24, 32)
+        self.layer = nnx.Einsum("oij,bij->bo", (8, 16, 32), rngs=nnx.Rngs(0))
+        self.conv = nnx.Conv(24, 24, (1,), rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = jnp.einsum("oij,bij->bo", x, self.w[...], precision=("highest", "default"))
+        y = self.conv(self.layer(x) + y)
+        return jax.lax.ragged_dot(
+            y @ self.experts[1] @ self.experts[1].T, self.experts[...], jnp.array([2, 3, 2])
+        )
+
+
+def test_switched_off_is_bit_equal():
+    model, x = Contractions(), normal(3, 24, 16, 32)
+    model8 = fp8.quantize_model(model, x, include=".*")
+    run = nnx.jit(lambda m, x: m(x))
+    assert (model8(x) != model(x)).any()
+    with fp8.autocast(enabled=False):
+        np.testing.assert_array_equal(model8(x), model(x))
+        np.testing.assert_array_equal(run(model8, x), run(model, x))
+        assert not fp8.report(model8, x).converted

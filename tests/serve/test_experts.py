@@ -87,6 +87,10 @@ def test_experts(way, recipe, name, shape, tmp_path):
         np.testing.assert_allclose(out, np.concatenate(expected), rtol=1e-4, atol=1e-5)
     else:
         np.testing.assert_array_equal(out, expected)
+    if way == "by hand" and recipe == "delayed":  # the gradient of the dequantized kernels
+        of_rows = [np.tile(values[e].sum(1), (SIZES[e], 1)) for e in (0, 2)]
+        grad = jax.grad(lambda x: serve.apply(served, x, SIZES).sum())(ROWS)
+        np.testing.assert_allclose(grad, np.concatenate([*of_rows, np.zeros((8, DEPTH))]), atol=1e-4)
     if way == "batched" and recipe == "delayed":  # one scale for all kernels: several cannot be held
         checkpoint["experts.w13_weight"] = weight._replace(
             scale=weight.scale * np.float32([[[1]], [[1]], [[2]]])

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from fp8flax._core.names import SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.shapes import Float
@@ -50,6 +51,10 @@ class Einsum(DotGeneral):
                 returns.
             out_sharding: how to shard the result on a mesh with explicit axes.
         """
+        if self._is_off:  # JAX's own einsum may multiply and sum in another order
+            options = {"precision": precision, "preferred_element_type": preferred_element_type}
+            with jax.named_scope(SWITCHED_OFF):
+                return jnp.einsum(eqn, lhs, rhs, out_sharding=out_sharding, **options)
         # JAX raises its own errors if the equation does not fit the shapes.
         shapes = (jax.ShapeDtypeStruct(jax.typeof(x).shape, np.float32) for x in (lhs, rhs))
         jax.eval_shape(partial(jnp.einsum, eqn), *shapes)

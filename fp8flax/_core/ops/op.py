@@ -93,7 +93,7 @@ class Op:
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Returns a function with the signature of an op, which computes with ``run``."""
     call: Any = vars(op)["__call__"]
-    return partial(call, SimpleNamespace(_run=run))
+    return partial(call, SimpleNamespace(_run=run, _is_off=False))
 
 
 class MissingStateError(ValueError):
@@ -178,6 +178,11 @@ class OpBase:
     def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
         return recipe_in_use(self.recipe, self.default_recipe)
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether FP8 is switched off in a call that runs now."""
+        return self._recipe_in_use() is None
 
     @property
     def _run(self) -> Callable[..., jax.Array]:

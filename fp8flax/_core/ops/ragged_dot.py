@@ -73,7 +73,7 @@ class RaggedContraction(StoredContraction):
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
         gemm = self.gemm(name)._replace(has_barrier=False)  # XLA fuses what follows inside of the loop
-        # FP8 units get the kernels in another order than they are stored in.
+        # FP8 units get the kernels transposed; only a wide input is multiplied by them as they are stored.
         gemm = gemm._replace(is_stored=is_stored and self.recipe.forward.lhs is None)
         return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
