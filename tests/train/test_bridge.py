@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from tests.cases import OWG, assert_trees_equal
+from tests.cases import OWG, assert_trees_equal, variables_of
 from tests.train.net import MODEL, Net, Op, mse, op_of, trained
 from tests.train.net import X as SAMPLES
 
@@ -53,6 +53,25 @@ def test_state_that_is_left_out_is_named():
     with pytest.warns(UserWarning, match="first/Fp8DirectDotGeneralOp_0"):
         fresh = fp8.add_fp8_state(variables, FP8, X)
     assert list(fresh[OWG]["first"]) == ["Fp8DotGeneralOp_0"]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stack_of_one_layer_and_a_history_of_one_amax(axis):
+    """Of two axes of size 1, the one that becomes longer holds the past amaxes."""
+
+    class Layer(nn.Module):
+        length: int
+
+        @nn.compact
+        def __call__(self, x, _=None):
+            recipe = fp8.DelayedScaling(amax_history_len=self.length)
+            return nn.Dense(4, dot_general_cls=partial(Op, recipe=recipe))(x), None
+
+    axes = {"params": 0, OWG: axis}
+    stack = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=1)
+    for old, new in ((1, 3), (3, 1)):
+        found = fp8.add_fp8_state(variables_of(stack(old), X), stack(new), X)
+        assert_trees_equal(found[OWG], variables_of(stack(new), X)[OWG])
 
 
 IN_HOST_MEMORY = {
