@@ -136,8 +136,10 @@ class ModuleCall(Interception):
     """
 
     opens = ("jit", "remat2")
+    is_plain = True
+    """Whether the parts of the module share the call, and compute without it while FP8 is switched off."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Variable)
         self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
@@ -147,29 +149,33 @@ class ModuleCall(Interception):
             is_param = isinstance(x, nnx.Param)
             if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
+        self._push(module, method)
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
-    @contextlib.contextmanager
-    def in_frame(self, module: Any, method: str) -> Iterator[None]:
-        """A context in which a method of a module runs."""
-        if self.frames and self.frames[-1].module is module:
-            yield  # a method that another method of its module calls shares the frame of that method
-            return
-        # Transformations of NNX write new arrays into the variables.
+    def _push(self, module: Any, method: str) -> None:
+        """Begins a method of a module. Transformations may have written new arrays into its variables."""
         path, _ = self.modules[id(module)]
         for keys, x in self._variables.items():
             if keys[: len(path)] == path:
                 kind = "" if isinstance(x, nnx.Param) else f"a variable of the type {type(x).__name__}"
                 self.origins.add([(keys, x.get_value())], kind)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
+
+    @contextlib.contextmanager
+    def in_frame(self, module: Any, method: str) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        is_new = self.frames[-1].module is not module  # methods of one module share a frame
+        if is_new:
+            self._push(module, method)
         try:
             with in_module(module._fp8_path if self._dry_run else None):
                 yield
         finally:
-            self.frames.pop()
+            if is_new:
+                self.frames.pop()
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
@@ -185,23 +191,23 @@ class ModuleCall(Interception):
         site = site._replace(name=prefix + site.name)
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
-        op = op_of(site)
-        if op is None or site.impossible is not None:
+        op = getattr(site.module, site.name, None)
+        if op is None or isinstance(op, LeftWide) or site.impossible is not None:
             return NOT_CONVERTED
-        return SWITCHED_OFF if op._is_off else by(op)
+        return SWITCHED_OFF if isinstance(op, Fp8Op) and op._is_off else by(op)
 
 
-def watch(node: Any) -> None:
-    """Makes the methods of a module run in a ``ModuleCall``."""
+def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
+    """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
     cls = getattr(type(node), "_fp8_base", type(node))
     is_pytree = not jax.tree_util.all_leaves([node])
     # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree))
+    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree, make_call))
 
 
-def _watched_class(cls: Any, is_pytree: bool) -> Any:
-    """Returns a subclass of the class of a module; its methods run in a ``ModuleCall``."""
-    body = {}
+def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module, method)``."""
+    body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
             # Decorators such as nnx.jit return other callables than functions, which Python binds, too.
@@ -216,14 +222,15 @@ def _watched_class(cls: Any, is_pytree: bool) -> Any:
 def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run, call = method.__get__(self, type(self)), current_handler()
-        if recipe_in_use(None, Fp8Op.default_recipe) is None:
+        run, make_call, call = method.__get__(self, type(self)), self._fp8_make_call, current_handler()
+        if make_call.is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
-        if isinstance(call, ModuleCall) and id(self) in call.modules:
+        is_known = type(call) is make_call and id(self) in call.modules
+        if is_known and (call.is_plain or call.frames[-1].module is self):
             with call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = ModuleCall(self)
+        call = make_call(self, name)
         with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 
