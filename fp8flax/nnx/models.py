@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.traces import current_handler, unwatched
+from fp8flax._compat.traces import current_handler, trace_behind, unwatched
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
@@ -33,6 +33,7 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
+from fp8flax._linen.conversion import having
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
@@ -150,6 +151,7 @@ class ModuleCall(Interception):
             if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
         self._push(module, method)
+        self._trace = trace_behind()
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
@@ -194,7 +196,10 @@ class ModuleCall(Interception):
         op = getattr(site.module, site.name, None)
         if op is None or isinstance(op, LeftWide) or site.impossible is not None:
             return NOT_CONVERTED
-        return SWITCHED_OFF if isinstance(op, Fp8Op) and op._is_off else by(op)
+        if isinstance(op, Fp8Op) and op._is_off:
+            return SWITCHED_OFF
+        with having(op, _trace=self._trace):
+            return by(op)
 
 
 def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
