@@ -76,10 +76,11 @@ class ReadStored:
 class ServingCall(ModuleCall):
     """One call of a method of a frozen module, which has stored kernels."""
 
+    can_be_off = False
     kernels = nnx.Param, Frozen
 
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, method: str) -> None:
+        super().__init__(module, method)
         ops = FrozenOp | Fp8Op
         self._have_ops = {
             key
@@ -214,14 +215,14 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     class RecordingCall(Recording, ModuleCall):
         """A call of a method in the trace."""
 
-        def __init__(self, module: Any) -> None:
-            super().__init__(module)
-            self.root, self.reads = module, set()
+        def __init__(self, module: Any, method: str) -> None:
+            super().__init__(module, method)
+            self.reads = set()
             running.append(self)
 
         def path_of(self, below: Path) -> Path:
             """Returns the first path of a parameter in the model, given its path in the module."""
-            return paths[(*self.root._fp8_path, *below)]
+            return paths[(*self.frames[0].module._fp8_path, *below)]
 
     def origin_of(kernel: Any) -> Origin:
         """Returns the origin of a value in the innermost call that knows it."""

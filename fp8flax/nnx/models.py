@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.traces import current_handler, unwatched
+from fp8flax._compat.traces import current_handler, trace_behind, unwatched
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
@@ -33,6 +33,7 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
+from fp8flax._linen.conversion import having
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
@@ -136,10 +137,12 @@ class ModuleCall(Interception):
     """
 
     opens = ("jit", "remat2")
+    can_be_off = True
+    """Whether modules compute without a call while FP8 is switched off."""
     kernels: tuple[type, ...] = (nnx.Param,)
     """The types of the variables that may be kernels."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, method: str) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Variable)
         self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
@@ -149,18 +152,15 @@ class ModuleCall(Interception):
             is_param = isinstance(x, nnx.Param)
             if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
+        self._push(module, method)
+        self._trace = trace_behind()
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
-    @contextlib.contextmanager
-    def in_frame(self, module: Any, method: str) -> Iterator[None]:
-        """A context in which a method of a module runs."""
-        if self.frames and self.frames[-1].module is module:
-            yield  # a method that another method of its module calls shares the frame of that method
-            return
-        # Transformations of NNX write new arrays into the variables.
+    def _push(self, module: Any, method: str) -> None:
+        """Begins a method of a module. Transformations may have written new arrays into its variables."""
         path, _ = self.modules[id(module)]
         for keys, x in self._variables.items():
             if keys[: len(path)] == path:
@@ -168,11 +168,19 @@ class ModuleCall(Interception):
                 kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
                 self.origins.add([(keys, x.get_raw_value())], kind)
         self.frames.append(Frame(module, "" if method == "__call__" else method))
+
+    @contextlib.contextmanager
+    def in_frame(self, module: Any, method: str) -> Iterator[None]:
+        """A context in which a method of a module runs."""
+        is_new = self.frames[-1].module is not module  # methods of one module share a frame
+        if is_new:
+            self._push(module, method)
         try:
             with in_module(module._fp8_path if self._dry_run else None):
                 yield
         finally:
-            self.frames.pop()
+            if is_new:
+                self.frames.pop()
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
@@ -188,10 +196,15 @@ class ModuleCall(Interception):
         site = site._replace(name=prefix + site.name)
         if self._dry_run is not None:
             return self._dry_run.scope_of(site, kernel)
-        op = getattr(site.module, site.name, None)  # of a frozen module, it is a FrozenOp
+        op = getattr(site.module, site.name, None)
         if op is None or isinstance(op, LeftWide) or site.impossible is not None:
             return NOT_CONVERTED
-        return SWITCHED_OFF if getattr(op, "_is_off", False) else by(op)
+        if not isinstance(op, Fp8Op):  # of a frozen module
+            return by(op)
+        if op._is_off:
+            return SWITCHED_OFF
+        with having(op, _trace=self._trace):
+            return by(op)
 
 
 def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
@@ -203,7 +216,7 @@ def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
 
 
 def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
-    """Returns a subclass of the class of a module; its methods run in ``make_call(module)``."""
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module, method)``."""
     body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
@@ -219,14 +232,14 @@ def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> An
 def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run, call = method.__get__(self, type(self)), current_handler()
-        if self._fp8_make_call is ModuleCall and recipe_in_use(None, Fp8Op.default_recipe) is None:
+        run, make_call, call = method.__get__(self, type(self)), self._fp8_make_call, current_handler()
+        if make_call.can_be_off and recipe_in_use(None, Fp8Op.default_recipe) is None:
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
-        if isinstance(call, ModuleCall) and id(self) in call.modules:
+        if type(call) is make_call and id(self) in call.modules:
             with call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = self._fp8_make_call(self)
+        call = make_call(self, name)
         with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 

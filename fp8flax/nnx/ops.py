@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._compat.traces import unwatched
+from fp8flax._compat.traces import running_in, trace_behind, unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
@@ -87,6 +87,8 @@ class Fp8Op(OpBase, nnx.Module):
 
     _on_op: Any = None
     """A function that computes the op in a dry run, ``_on_op(op, lhs, rhs, *arguments)``."""
+    _trace: Any = None
+    """The trace in which a ``ModuleCall`` draws random keys: NNX refuses to do so in ``jax.checkpoint``."""
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
 
@@ -135,7 +137,8 @@ class Fp8Op(OpBase, nnx.Module):
 
     def _key(self) -> jax.Array | None:
         stream = getattr(self, "rngs", None)
-        return None if stream is None else stream()
+        with running_in(self._trace or trace_behind()):
+            return None if stream is None else stream()
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
         variable, where = getattr(self, leaf.name, None), _StateName(self, leaf.name)
