@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
@@ -121,6 +122,15 @@ def test_the_frozen_linen_layer_is_small():
     assert bytes_of(served) <= 0.36 * bytes_of(variables["params"])
     results = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model, variables)))
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.long
+def test_the_frozen_nnx_layer_is_small():
+    page = names_after(NNX)
+    model, x = page["model"], page["x"]
+    frozen, wide = fp8.freeze(model, x), nnx.state(model, nnx.Param)
+    assert bytes_of(nnx.state(frozen)) <= 0.36 * bytes_of(wide)
+    jax.tree.map(np.testing.assert_array_equal, frozen(x), model(x))
 
 
 @pytest.mark.long

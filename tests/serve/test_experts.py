@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
 from fp8flax._audit import compiling
 from tests.cases import OWG, assert_same, normal, variables_of
 from tests.serve.net import RECIPES, X, read
@@ -97,6 +99,37 @@ def test_experts(way, recipe, name, shape, tmp_path):
         )
         with pytest.raises(ValueError, match="with the recipe of the checkpoint"):
             fp8.load_into(served, checkpoint, rename=rename)
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self, way, recipe):
+        self.kernel, self.way = nnx.Param(normal(0, EXPERTS, DEPTH, COLUMNS) / 8), way
+        if way == "by hand":
+            self.op = fp8nnx.Fp8RaggedDotOp(EXPERTS, recipe=recipe)
+
+    def __call__(self, rows):
+        if self.way == "batched":
+            return jnp.einsum("ecd,edf->ecf", rows.reshape(EXPERTS, -1, DEPTH), self.kernel[...])
+        multiply = self.op if self.way == "by hand" else jax.lax.ragged_dot
+        return multiply(rows, self.kernel[...], SIZES)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"), [("by hand", "delayed"), ("converted", "block128"), ("batched", "axiswise")]
+)
+def test_experts_of_nnx(way, recipe, tmp_path):
+    """The bits of training, also after the file is read back."""
+    model = NnxExperts(way, RECIPES[recipe])
+    if way != "by hand":
+        model = fp8.quantize_model(model, ROWS, recipe=RECIPES[recipe], include="")
+    if recipe == "delayed":
+        fp8nnx.calibrate(lambda model, x: model(x), model, [ROWS])
+    frozen = fp8.freeze(model, ROWS)
+    fp8.save_safetensors(tmp_path / "a", frozen)
+    nnx.update(frozen, jax.tree.map(jnp.zeros_like, nnx.state(frozen)))
+    fp8.load_into(frozen, fp8.read_checkpoint(tmp_path / "a"))
+    assert frozen.kernel.get_value().dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(*(nnx.jit(lambda model: model(ROWS))(each) for each in (frozen, model)))
 
 
 @pytest.mark.parametrize("recipe", ["current", "block128", "weight_only"])
