@@ -116,7 +116,7 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
 def _mantissa(x: jax.Array) -> jax.Array:
     """Returns the mantissas of normal positive numbers, from 0.5 to 1, and 0 for all others.
 
-    XLA for CPUs copies the operations into each that reads their result, and ``jnp.frexp`` has 25 of them.
+    XLA for CPUs copies these operations into each that reads their result, and ``jnp.frexp`` has more.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     mantissa = lax.bitcast_convert_type((bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000), jnp.float32)
