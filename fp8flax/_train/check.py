@@ -107,11 +107,21 @@ def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     """
     largest = np.array([1.75, 1.875], np.float32) / 2
     # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
-    mantissas = [jnp.frexp(amax / scale)[0] for amax in amaxes]
+    mantissas = [_mantissa(amax / scale) for amax in amaxes]
     follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in largest]
-    is_by_itself = (jnp.frexp(scale)[0] == 0.5) | (scale == jnp.finfo(jnp.float32).max)
+    is_by_itself = (_mantissa(scale) == 0.5) | (scale == jnp.finfo(jnp.float32).max)
     has_amax = functools.reduce(jnp.maximum, amaxes) > 0
     return functools.reduce(jnp.logical_or, follows, is_by_itself & has_amax)
+
+
+def _mantissa(x: jax.Array) -> jax.Array:
+    """Returns the mantissas of normal positive numbers, from 0.5 to 1, and 0 for all others.
+
+    XLA for CPUs copies these operations into each that reads their result, and ``jnp.frexp`` has more.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    mantissa = lax.bitcast_convert_type((bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000), jnp.float32)
+    return jnp.where(is_usable(x), mantissa, 0.0)
 
 
 def check_state(variables: Any, before: Any = None) -> None:
