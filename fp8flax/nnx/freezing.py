@@ -238,9 +238,9 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
         if (kernel := (*path[:-1], "kernel")) in paths and not origin.sources:  # of a layer
             origin = Origin((Source(paths[kernel], rhs.shape),))
         if origin.sources:
+            # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
             whole, part = shapes[origin.sources[0].path], origin.sources[0].shape
-            num_stacked = len(whole) - len(part)
-            stack = tuple(range(num_stacked)) if whole[num_stacked:] == part else None
+            stack = tuple(range(len(whole) - len(part)))
         with unwatched():
             return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
 
