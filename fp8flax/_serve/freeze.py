@@ -20,6 +20,7 @@ from typing import Any
 import flax.core
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
@@ -38,7 +39,6 @@ from fp8flax._serve.stored_op import (
     Recording,
     SeenOp,
     ServedOp,
-    beside,
     check_codes,
     computed,
     freeze_ops,
@@ -336,9 +336,14 @@ class ServingCall(Call):
         scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
         for path, x in scales.items():
             op = self._ops[path[:-1]]
-            self._shapes[path] = x.shape[len(op.stack) :]
-            if op.kernel and op.stack != tuple(range(len(op.stack))):
-                scales[path] = beside(given[op.kernel], x, op.stack)
+            num = len(op.stack)
+            self._shapes[path] = x.shape[num:]
+            if op.kernel and op.stack != tuple(range(num)):
+                # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
+                # whether it counts its axis from the front or the back.
+                ones = (1,) * (given[op.kernel].ndim - num - 1)
+                x = x.reshape(*x.shape[:num], -1, *ones)
+                scales[path] = jnp.moveaxis(x, range(num), op.stack)
         params = _replaced(params, {**stored, **scales})
         of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}
         seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
