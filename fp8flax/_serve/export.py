@@ -169,9 +169,8 @@ def new_names_of(
     new = {name: name for name in names}
     for path, x in variables.items() if rename else ():
         own, weight = names_of(path)
-        layer, of_weight = weight.removesuffix("weight"), [weight + end for end in BESIDE]
-        possible = (own, *of_weight, layer + INPUT_SCALE) if len(x.shape) > 1 else (own,)
-        new |= {name: name for name in possible}
+        of_weight = [weight + end for end in BESIDE] + [weight.removesuffix("weight") + INPUT_SCALE]
+        new |= {name: name for name in (own, *(of_weight if len(x.shape) > 1 else ()))}
     for pattern, replacement in (rename or {}).items():
         if not any(re.search(pattern, name) for name in new.values()):
             raise ValueError(

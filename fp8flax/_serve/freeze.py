@@ -235,8 +235,7 @@ def _freeze_linen(
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
-    wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    wide |= unseen
+    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
     return convert(model, rules, Serving(tuple(ops), by_hand)), served
@@ -284,12 +283,10 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
         return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: Any) -> StoredKernel:
-        """Returns the box of stacked codes."""
+        """Returns the box of stacked codes, or of the codes of one layer of a stack."""
         return self
 
-    def remove_axis(self, index: int, params: Any) -> StoredKernel:
-        """Returns the box of the codes of one layer of a stack."""
-        return self
+    remove_axis = add_axis
 
     # A module that reads the variables of another one gets the box, and takes it for an array.
 
@@ -363,12 +360,10 @@ class ServingCall(Call):
         above = len(self.path)  # the model may be a part of another one
         served = self._ops.get(op.path[above:])
         kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if served is None and kernel is None:  # the op did not run when the model was frozen
-            return op._compute(recipe, lhs, rhs, *rest, **keywords)
-        if served is None or served.kernel != kernel:
+        if (served.kernel if served else None) != kernel:
             raise not_seen(op.path)
-        if kernel is None:
-            return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
+        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
+            return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
         arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(

@@ -216,8 +216,9 @@ def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ..
     """
     plans, keys = dict[Path, Any](), dict[Path, Any]()
     for path, op in seen.items():
-        plan = plans[path] = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
+        plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
         dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
+        plans[path] = plan
         keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
     groups = (tuple(one for one in keys if keys[one] == key) for key in keys.values())
     return {group: plans[group[0]] for group in groups}
