@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,9 +169,8 @@ def new_names_of(
     new = {name: name for name in names}
     for path, x in variables.items() if rename else ():
         own, weight = names_of(path)
-        layer, of_weight = weight.removesuffix("weight"), [weight + end for end in BESIDE]
-        possible = (own, *of_weight, layer + INPUT_SCALE) if len(x.shape) > 1 else (own,)
-        new |= {name: name for name in possible}
+        of_weight = [weight + end for end in BESIDE] + [weight.removesuffix("weight") + INPUT_SCALE]
+        new |= {name: name for name in (own, *(of_weight if len(x.shape) > 1 else ()))}
     for pattern, replacement in (rename or {}).items():
         if not any(re.search(pattern, name) for name in new.values()):
             raise ValueError(
@@ -198,12 +197,11 @@ def _tensors_of(
 
     The tensors are arrays of NumPy or JAX by their sorted names there.
     """
-    in_file, arrays = _in_file(ops, arrays), {**arrays, **_scale_of_each(ops, arrays)}
-    new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename, arrays)
+    in_file = _in_file(ops, arrays)
+    new_names = new_names_of(sorted(name for name, *_ in in_file.values()), rename, arrays)
     found, wide, first = dict[str, Any](), list[str](), dict[str, str]()
-    for path, array in sorted(arrays.items()):
-        (own_name, groups), place = in_file[path], "/".join(path)
-        name = new_names[own_name]
+    for path, (own_name, groups, array) in sorted(in_file.items()):
+        name, place = new_names[own_name], "/".join(path)
         if groups:
             array = _merged(array, groups)
             if array.dtype == jnp.float4_e2m1fn:
@@ -233,12 +231,13 @@ def _tensors_of(
     return dict(sorted(found.items())), wide
 
 
-def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple[str, Groups]]:
-    """Returns the own name of each variable in a file, and the groups of dimensions that are one there.
+def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, tuple[str, Groups, Any]]:
+    """Returns each variable after its name in a file and the groups of dimensions that are one there.
 
-    Without groups, a variable keeps its layout.
+    Without groups, a variable keeps its layout. The one scale that a batched matmul has for several kernels
+    is repeated for each.
     """
-    found = {path: (names_of(path)[0], Groups()) for path in paths}
+    found, repeated = {path: (names_of(path)[0], Groups()) for path in arrays}, dict(arrays)
     for op in ops:
         if op.kernel is None or op.layout is None:
             continue
@@ -255,24 +254,13 @@ def _in_file(ops: Sequence[ServedOp], paths: Iterable[Path]) -> dict[Path, tuple
         if op.kernel[-1] == "kernel":
             bias = PARAMS, *op.kernel[:-1], "bias"
             found[bias] = names_of(bias)[0], (tuple(range(len(op.layout[0]))),)
-    return {path: found[path] for path in paths}
-
-
-def _scale_of_each(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, jax.Array]:
-    """Returns the scales of whole kernels; repeats the one scale that a batched matmul has for several."""
-    found = {}
-    for op in ops:
-        if op.kernel is None or op.layout is None:
-            continue
-        quantizer: Any = op.gemms.forward.rhs
-        name = KERNEL_SCALE if quantizer.has_one_scale else KERNEL_TENSOR_SCALE
-        kernel, scale = (arrays.get((PARAMS, *path)) for path in (op.kernel, (*op.path, name)))
-        if kernel is not None and scale is not None:
+        whole = PARAMS, *op.path, KERNEL_SCALE if quantizer.has_one_scale else KERNEL_TENSOR_SCALE
+        kernel, x = arrays.get((PARAMS, *op.kernel)), arrays.get(whole)
+        if kernel is not None and x is not None:
             stack = kernel.shape[: kernel.ndim - sum(map(len, op.layout))]
-            ones = (1,) * (len(stack) - scale.ndim + 2)
-            scale = scale.reshape(*scale.shape[:-1], *ones)
-            found[PARAMS, *op.path, name] = jnp.broadcast_to(scale, (*stack, 1))
-    return found
+            ones = (1,) * (len(stack) - x.ndim + 2)
+            repeated[whole] = jnp.broadcast_to(x.reshape(*x.shape[:-1], *ones), (*stack, 1))
+    return {path: (*found[path], x) for path, x in repeated.items()}
 
 
 def _merged(x: Any, groups: Groups) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import flax.core
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
@@ -38,7 +39,6 @@ from fp8flax._serve.stored_op import (
     Recording,
     SeenOp,
     ServedOp,
-    beside,
     check_codes,
     computed,
     freeze_ops,
@@ -235,8 +235,7 @@ def _freeze_linen(
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
-    wide = {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    wide |= unseen
+    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
     return convert(model, rules, Serving(tuple(ops), by_hand)), served
@@ -284,12 +283,10 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
         return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: Any) -> StoredKernel:
-        """Returns the box of stacked codes."""
+        """Returns the box of stacked codes, or of the codes of one layer of a stack."""
         return self
 
-    def remove_axis(self, index: int, params: Any) -> StoredKernel:
-        """Returns the box of the codes of one layer of a stack."""
-        return self
+    remove_axis = add_axis
 
     # A module that reads the variables of another one gets the box, and takes it for an array.
 
@@ -336,9 +333,14 @@ class ServingCall(Call):
         scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
         for path, x in scales.items():
             op = self._ops[path[:-1]]
-            self._shapes[path] = x.shape[len(op.stack) :]
-            if op.kernel and op.stack != tuple(range(len(op.stack))):
-                scales[path] = beside(given[op.kernel], x, op.stack)
+            num = len(op.stack)
+            self._shapes[path] = x.shape[num:]
+            if op.kernel and op.stack != tuple(range(num)):
+                # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
+                # whether it counts its axis from the front or the back.
+                ones = (1,) * (given[op.kernel].ndim - num - 1)
+                x = x.reshape(*x.shape[:num], -1, *ones)
+                scales[path] = jnp.moveaxis(x, range(num), op.stack)
         params = _replaced(params, {**stored, **scales})
         of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}
         seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
@@ -358,12 +360,10 @@ class ServingCall(Call):
         above = len(self.path)  # the model may be a part of another one
         served = self._ops.get(op.path[above:])
         kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if served is None and kernel is None:  # the op did not run when the model was frozen
-            return op._compute(recipe, lhs, rhs, *rest, **keywords)
-        if served is None or served.kernel != kernel:
+        if (served.kernel if served else None) != kernel:
             raise not_seen(op.path)
-        if kernel is None:
-            return op._compute(recipe and served.gemms, lhs, rhs, *rest, **keywords)
+        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
+            return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
         arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
         if missing := [name for name, x in arrays.items() if x is None]:
             raise ValueError(

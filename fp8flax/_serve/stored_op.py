@@ -7,6 +7,7 @@ the kernel, and it stays wide.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -142,55 +143,33 @@ def freeze_ops(
         )
     advice = "The frozen scales are computed from it. Call calibrate before freeze."
     warn_if_damaged(state, advice, stacklevel=5)
-    paths, leaves, _ = flatten(state)
-    places = Places.of(paths, leaves)
-    states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
-    kernels = {path: {source.path for source in op.kernel.sources} for path, op in seen.items()}
-    known_scales, plans, first = dict[Path, dict[str, jax.Array]](), dict[Path, Any](), dict[Path, Path]()
-    fresh = list[str]()
-    for path, found in seen.items():
-        gemms = WEIGHT_ONLY if weight_only else found.gemms
-        plans[path] = None if found.row.plan is None else found.row.plan(*found.arguments, recipe=gemms)
-        known = known_scales[path] = {}
-        for name, quantizer in {INPUT_SCALE: gemms.forward.lhs, KERNEL_SCALE: gemms.forward.rhs}.items():
-            if isinstance(quantizer, DelayedQuantizer):
-                place = *path, name
-                if place not in states:
-                    raise MissingStateError(
-                        f"{OVERWRITE_WITH_GRADIENT}/{'/'.join(place)} is missing from the variables: "
-                        "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones "
-                        "from fp8flax.add_fp8_state, or in NNX from a new op."
-                    )
-                known[name] = scale_of(quantizer, states[place])[..., None]
-                history = states[place].amax_history
-                if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
-                    fresh.append("/".join(place))
-        same = (one for one in first if may_share and _have_one_kernel(seen, plans, one, path))
-        first[path] = next(same, path)
-        if KERNEL_SCALE in known and first[path] != path:  # amaxes of one kernel; the larger holds
-            of_first = known_scales[first[path]]
-            of_first[KERNEL_SCALE] = jnp.maximum(of_first[KERNEL_SCALE], known[KERNEL_SCALE])
-    uses = Counter([*itertools.chain(*(kernels[path] for path in {*first.values()})), *read])
+    if weight_only:
+        seen = {path: op._replace(gemms=WEIGHT_ONLY) for path, op in seen.items()}
+    known, fresh = _known_scales(seen, state)
+    groups = _groups(seen, may_share)
+    uses = Counter([*read, *(x.path for first, *_ in groups for x in seen[first].kernel.sources)])
     ops, codes, scales = dict[Path, ServedOp](), Arrays(), Arrays()
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
-    for path, found in seen.items():
-        gemms, plan = WEIGHT_ONLY if weight_only else found.gemms, plans[path]
-        ops[path] = ServedOp(path, CustomRecipe() if weight_only else gemms)
-        if gemms.forward.rhs is not None and kernels[path]:
-            kernel, *_ = kernels[path]
-            stacks = _stacks(found, params[kernel], known_scales[path])
-            if reason := _why_wide(found, plan, uses[kernel], stacks):
-                wide.update(dict.fromkeys(kernels[path], reason))
-                continue
-            (stack,) = stacks
-            if first[path] == path:
-                codes[kernel], own = _stored(found.kernel, plan, params[kernel], stack, known_scales[path])
-            else:
-                of_kernel = {name: scales[*first[path], name] for name in ops[first[path]].scales}
-                own = of_kernel | known_scales[path] | {KERNEL_SCALE: of_kernel[KERNEL_SCALE]}
+    for group, plan in groups.items():
+        for path in group:
+            ops[path] = ServedOp(path, CustomRecipe() if weight_only else seen[path].gemms)
+        found = seen[group[0]]
+        if found.gemms.forward.rhs is None or not found.kernel.sources:
+            continue
+        kernel = found.kernel.sources[0].path
+        stacks = _stacks(found, params[kernel], known[group[0]])
+        if reason := _why_wide(found, plan, uses[kernel], stacks):
+            wide |= {source.path: reason for source in found.kernel.sources}
+            continue
+        (stack,) = stacks
+        of_each = [known[path].pop(KERNEL_SCALE) for path in group if KERNEL_SCALE in known[path]]
+        scale = functools.reduce(jnp.maximum, of_each) if of_each else None
+        codes[kernel], of_kernel = _stored(found.kernel, plan, params[kernel], stack, scale)
+        layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
+        for path in group:
+            own = known[path] | of_kernel
             scales |= {(*path, name): x for name, x in own.items()}
-            layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
-            ops[path] = ServedOp(path, gemms, tuple(own), kernel, layout, dtype, stack)
+            ops[path] = ServedOp(path, seen[path].gemms, tuple(own), kernel, layout, dtype, stack)
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -203,15 +182,46 @@ def freeze_ops(
     return [*ops.values()], codes, scales
 
 
-def _have_one_kernel(seen: Mapping[Path, SeenOp], plans: Mapping[Path, Any], *paths: Path) -> bool:
-    """Returns whether two ops multiply by the same values of one kernel, in the same orientation."""
-    a, b = (
-        (op.kernel, op.row, plan.recipe.forward, [dims[1] for dims in plan.dimension_numbers])
-        if plan is not None
-        else None
-        for op, plan in ((seen[path], plans[path]) for path in paths)
-    )
-    return a is not None and a == b
+def _known_scales(
+    seen: Mapping[Path, SeenOp], state: Any
+) -> tuple[dict[Path, dict[str, jax.Array]], list[str]]:
+    """Returns the delayed scales of each op, and the places of those that have seen no data."""
+    paths, leaves, _ = flatten(state)
+    places = Places.of(paths, leaves)
+    states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
+    known, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
+    for path, found in seen.items():
+        gemm = found.gemms.forward
+        for name, quantizer in {INPUT_SCALE: gemm.lhs, KERNEL_SCALE: gemm.rhs}.items():
+            if not isinstance(quantizer, DelayedQuantizer):
+                continue
+            place = *path, name
+            if place not in states:
+                raise MissingStateError(
+                    f"{OVERWRITE_WITH_GRADIENT}/{'/'.join(place)} is missing from the variables: freeze "
+                    "needs the scales that training or fp8flax.calibrate left, or fresh ones from "
+                    "fp8flax.add_fp8_state, or in NNX from a new op."
+                )
+            known[path][name] = scale_of(quantizer, states[place])[..., None]
+            history = states[place].amax_history
+            if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
+                fresh.append("/".join(place))
+    return known, fresh
+
+
+def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ...], Any]:
+    """Returns the plans of ops by the paths of those that multiply by the same values in one orientation.
+
+    The plan of a convolution is None.
+    """
+    plans, keys = dict[Path, Any](), dict[Path, Any]()
+    for path, op in seen.items():
+        plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
+        dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
+        plans[path] = plan
+        keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
+    groups = (tuple(one for one in keys if keys[one] == key) for key in keys.values())
+    return {group: plans[group[0]] for group in groups}
 
 
 def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
@@ -250,17 +260,17 @@ def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> li
 
 
 def _stored(
-    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], known: Mapping[str, jax.Array]
+    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], scale: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the codes of a kernel in the places of its parameter, and the scales of its op.
+    """Returns the codes of a kernel in the places of its parameter, and its scales.
 
-    ``known`` has the scales that the scaling state determines.
+    ``scale`` is the scale that the scaling state determines, if it does.
     """
 
-    def of_one(parameter: jax.Array, known: Mapping[str, jax.Array]) -> Any:
+    def of_one(parameter: jax.Array, scale: jax.Array | None) -> Any:
         kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
-        packed = packed_kernel(plan, kernel, known.get(KERNEL_SCALE))
-        scales = {**known, KERNEL_SCALE: packed.scale}
+        packed = packed_kernel(plan, kernel, scale)
+        scales = {KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
         # A scalar scale is stored in the shape (1,), as the scaling state has it.
@@ -272,7 +282,7 @@ def _stored(
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    codes, scales = jax.jit(of_one, **places)(parameter, known)
+    codes, scales = jax.jit(of_one, **places)(parameter, scale)
     return codes, scales
 
 
@@ -283,15 +293,6 @@ def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
     summed = tuple(i - len(batch) for i in summed)
     out = tuple(i for i in range(len(plan.rhs.shape) - len(batch)) if i not in summed)
     return (out, summed) if are_first and kernel.is_one_parameter else None
-
-
-def beside(kernel: jax.Array, scales: jax.Array, stack: tuple[int, ...]) -> jax.Array:
-    """Returns stacked scales in the dimensions of their kernel, stacked along the same axes.
-
-    A loop that slices the kernel slices them alike, whether it counts its axis from the front or the back.
-    """
-    num, ones = len(stack), (1,) * (kernel.ndim - len(stack) - 1)
-    return jnp.moveaxis(scales.reshape(*scales.shape[:num], -1, *ones), range(num), stack)
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:
