@@ -191,7 +191,8 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
     """Warns about a collection of scaling state that no training leaves, if its values are known."""
     if any(map(_is_unknown, jax.tree.leaves(state))):
         return
-    problem, _ = _inspected(_states({OVERWRITE_WITH_GRADIENT: state}), {})
+    with jax.ensure_compile_time_eval():  # jax.eval_shape may trace a freeze of known state
+        problem, _ = _inspected(_states({OVERWRITE_WITH_GRADIENT: state}), {})
     if problem:
         warnings.warn(f"{problem} {advice}", stacklevel=stacklevel)
 

@@ -546,3 +546,12 @@ def test_a_slash_in_the_name_of_a_layer(tmp_path):
     fp8nnx.save_safetensors(tmp_path / "a", fp8nnx.freeze(Named(), X))
     names = [f"layers.a/b.{name}" for name in ("bias", "weight", "weight_scale")]
     assert sorted(safetensors.safe_open(tmp_path / "a", "np").keys()) == names
+
+
+def test_freeze_of_a_known_model_under_eval_shape():
+    """The target for a checkpoint library, also if the trained model is closed over."""
+    model = Twin(nnx.Rngs(0))
+    fp8nnx.calibrate(lambda model, x: model(x), model, [X])
+    shapes = nnx.state(nnx.eval_shape(lambda: fp8nnx.freeze(nnx.clone(model), X)))
+    expected = nnx.state(fp8nnx.freeze(model, X))
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
