@@ -79,22 +79,6 @@ class ServingCall(ModuleCall):
     can_be_off = False
     kernels = nnx.Param, Frozen
 
-    def __init__(self, module: Any, method: str) -> None:
-        super().__init__(module, method)
-        ops = FrozenOp | Fp8Op
-        self._have_ops = {
-            key
-            for key, (_, one) in self.modules.items()
-            if any(isinstance(x, ops) for x in vars(one).values())
-        }
-
-    def on_primitive(self, front: Any, primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
-        """Computes a primitive; without ops of its own, a module computes as it did before ``freeze``."""
-        has_ops = id(self.frames[-1].module) in self._have_ops
-        if has_ops or any(self.origins.of(x) is not None for x in operands):
-            return super().on_primitive(front, primitive, operands, params)
-        return front.compute(primitive, operands, params)
-
 
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
