@@ -142,39 +142,34 @@ class ModuleCall(Interception):
     kernels: tuple[type, ...] = (nnx.Param,)
     """The types of the variables that may be kernels."""
 
-    def __init__(self, module: Any, method: str) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Variable)
         self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
         """The modules that are a part of the call, with their paths, by their identities."""
-        self._variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
-        for x in self._variables.values():
+        self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
+        for x in self.variables.values():
             is_param = isinstance(x, nnx.Param)
             if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
                 x.set_value(jnp.asarray(x.get_value()))
-        self._push(module, method)
         self._trace = trace_behind()
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
-    def _push(self, module: Any, method: str) -> None:
-        """Begins a method of a module. Transformations may have written new arrays into its variables."""
-        path, _ = self.modules[id(module)]
-        for keys, x in self._variables.items():
-            if keys[: len(path)] == path:
-                is_kernel = isinstance(x, self.kernels)
-                kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
-                self.origins.add([(keys, x.get_raw_value())], kind)
-        self.frames.append(Frame(module, "" if method == "__call__" else method))
-
     @contextlib.contextmanager
     def in_frame(self, module: Any, method: str) -> Iterator[None]:
         """A context in which a method of a module runs."""
-        is_new = self.frames[-1].module is not module  # methods of one module share a frame
+        is_new = not self.frames or self.frames[-1].module is not module  # the methods share a frame
         if is_new:
-            self._push(module, method)
+            path, _ = self.modules[id(module)]
+            for keys, x in self.variables.items():
+                if keys[: len(path)] == path:  # transformations may have written a new array into it
+                    is_kernel = isinstance(x, self.kernels)
+                    kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
+                    self.origins.add([(keys, x.get_raw_value())], kind)
+            self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             with in_module(module._fp8_path if self._dry_run else None):
                 yield
@@ -207,6 +202,11 @@ class ModuleCall(Interception):
             return by(op)
 
 
+def has_methods(node: Any) -> bool:
+    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
+    return not isinstance(node, nnx.Dict | nnx.List | Fp8Op)
+
+
 def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
     """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
     cls = getattr(type(node), "_fp8_base", type(node))
@@ -216,7 +216,7 @@ def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
 
 
 def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
-    """Returns a subclass of the class of a module; its methods run in ``make_call(module, method)``."""
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module)``."""
     body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
@@ -239,7 +239,7 @@ def _watched(name: str, method: Any) -> Any:
         if type(call) is make_call and id(self) in call.modules:
             with call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = make_call(self, name)
+        call = make_call(self)
         with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 
@@ -279,8 +279,7 @@ class DryRun:
             if hasattr(layer.module, "dot_general_cls"):
                 layer.module.dot_general_cls = None
         for path, module in nodes_of(copy, nnx.Module).items():
-            # An attribute of a dict or a list would be an item.
-            if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
+            if has_methods(module):
                 module._fp8_path, module._fp8_dry_run = path, self
                 watch(module)
         graphdef, state = nnx.split(copy)
