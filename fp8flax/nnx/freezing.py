@@ -191,18 +191,13 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             self.reads = set()
             running.append(self)
 
-        def path_of(self, below: Path) -> Path:
-            """Returns the first path of a parameter in the model, given its path in the module."""
-            path: Path = self.variables[below].fp8_path
-            return path
-
     def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
         lhs, rhs = _values((lhs, rhs))
         origin, stack = Origin(), None
         for call in running:  # the last is the innermost
             if (known := call.origins.of(rhs)) is not None:
-                sources = tuple(x._replace(path=call.path_of(x.path)) for x in known.sources)
-                origin = known._replace(sources=sources)
+                sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
+                origin = known._replace(sources=tuple(sources))
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
             return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
@@ -216,7 +211,7 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
             run = calling(op.row, partial(on_op, path, op, recipe.gemms))
             setattr(module, path[-1], nnx.static(run))
-    for path, x in nodes_of(copy, nnx.Param).items():
+    for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module):
@@ -231,8 +226,7 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             merged: Any = nnx.merge(graphdef, state)
             out.append(getattr(merged, name)(*args, **kwargs))
             left += ((path, x.get_raw_value()) for path, x in nodes_of(merged, nnx.Variable).items())
-            for one in running:
-                read.update(map(one.path_of, one.reads))
+            read.update(one.variables[path].fp8_path for one in running for path in one.reads)
             running.clear()  # no tracer may outlive its trace
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         kernels = {source.path for op in seen.values() for source in op.kernel.sources}

@@ -41,7 +41,7 @@ from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
-from fp8flax.nnx.ops import Fp8Op
+from fp8flax.nnx.ops import Fp8Op, plain_of
 
 ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
 """The reason for contractions that ``quantize_model`` has not seen in a call."""
@@ -59,11 +59,6 @@ def op_of(site: Site) -> Fp8Op | None:
     """
     found = getattr(site.module, site.name, site.module)
     return found if isinstance(found, Fp8Op) else None
-
-
-def _plain(op: type[Op]) -> Callable[..., jax.Array]:
-    """Returns the function for the field of a layer without FP8."""
-    return jnp.einsum if op is Einsum else op.plain
 
 
 def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]]:
@@ -149,9 +144,8 @@ class ModuleCall(Interception):
         """The modules that are a part of the call, with their paths, by their identities."""
         self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
         for x in self.variables.values():
-            is_param = isinstance(x, nnx.Param)
-            if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
-                x.set_value(jnp.asarray(x.get_value()))
+            if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
+                x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
         self._trace = trace_behind()
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
@@ -300,7 +294,7 @@ class DryRun:
         """Records that a layer calls its field, and computes its contraction."""
         self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
         with jax.named_scope(self._record(site)):
-            return _plain(site.op)(*args, **kwargs)
+            return plain_of(site.op)(*args, **kwargs)
 
     def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
@@ -351,7 +345,7 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.place, _plain(site.op), site.reason)
+            wide = LeftWide(site.place, plain_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
