@@ -260,8 +260,6 @@ class DryRun:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
-        self.called: dict[tuple[str, ...], Site] = {}
-        """The contractions of layers whose field the call has called, by the paths of the layers."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
@@ -292,7 +290,7 @@ class DryRun:
 
     def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
+        site = site._replace(in_custom_vjp=any(self.custom_vjps))
         with jax.named_scope(self._record(site)):
             return plain_of(site.op)(*args, **kwargs)
 
@@ -363,8 +361,8 @@ def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site
         is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
         if run is None:
             yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
-        elif layer.path in run.called:
-            yield run.called[layer.path]
+        elif layer.key in run.found:
+            yield run.found[layer.key]
         elif is_flax_own and id(layer.module.kernel.get_value()) not in run.needed:
             yield layer
     if run is not None:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +115,11 @@ class Fp8Op(OpBase, nnx.Module):
             array = jnp.full((*stack, *leaf.shape), leaf.fill, jnp.float32)
             setattr(self, leaf.name, OverwriteWithGradient(array))
 
-    @property
-    def _run(self) -> Callable[..., jax.Array]:
-        return super()._run if self._on_op is None else functools.partial(self._on_op, self)
-
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
+        if self._on_op is not None:
+            return cast(jax.Array, self._on_op(self, lhs, rhs, *arguments, **keywords))
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
             return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
