@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -20,7 +19,7 @@ from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.param_origin import Origin, Source
+from fp8flax._model.param_origin import Origin
 from fp8flax._serve.freeze import IS_FROZEN, Calls
 from fp8flax._serve.stored_op import (
     INPUT_SCALE,
@@ -34,7 +33,7 @@ from fp8flax._serve.stored_op import (
     not_seen,
     record,
 )
-from fp8flax.nnx.models import ModuleCall, nodes_of, watch
+from fp8flax.nnx.models import ModuleCall, has_methods, nodes_of, watch
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 
 
@@ -78,22 +77,6 @@ class ServingCall(ModuleCall):
 
     can_be_off = False
     kernels = nnx.Param, Frozen
-
-    def __init__(self, module: Any, method: str) -> None:
-        super().__init__(module, method)
-        ops = FrozenOp | Fp8Op
-        self._have_ops = {
-            key
-            for key, (_, one) in self.modules.items()
-            if any(isinstance(x, ops) for x in vars(one).values())
-        }
-
-    def on_primitive(self, front: Any, primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
-        """Computes a primitive; without ops of its own, a module computes as it did before ``freeze``."""
-        has_ops = id(self.frames[-1].module) in self._have_ops
-        if has_ops or any(self.origins.of(x) is not None for x in operands):
-            return super().on_primitive(front, primitive, operands, params)
-        return front.compute(primitive, operands, params)
 
 
 class FrozenOp(nnx.Module):
@@ -175,7 +158,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
             frozen = FrozenOp(op.row, served, kernel, own)
             setattr(module, served.path[-1], nnx.data(frozen))
     for module in nodes_of(copy, nnx.Module).values():
-        if _has_methods(module) and nodes_of(module, FrozenOp):
+        if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
     return copy
 
@@ -183,11 +166,6 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
 def _values(args: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the arguments of an op, of which some may be variables, as arrays."""
     return tuple(x.get_value() if isinstance(x, nnx.Variable) else x for x in args)
-
-
-def _has_methods(module: Any) -> bool:
-    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
-    return not isinstance(module, nnx.Dict | nnx.List | Fp8Op | FrozenOp)
 
 
 def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
@@ -204,82 +182,56 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     Returns the ops that run, and the parameters that anything else reads or changes.
     """
     seen, read, running = dict[Path, SeenOp](), set[Path](), list[Any]()
-    first = {id(x): path for path, x in nodes_of(model, nnx.Variable).items()}
-    # A parameter that modules share has several paths.
-    paths = {
-        (*path, *below): first[id(x)]
-        for path, module in nodes_of(model, nnx.Module).items()
-        for below, x in nodes_of(module, nnx.Variable).items()
-    }
 
     class RecordingCall(Recording, ModuleCall):
         """A call of a method in the trace."""
 
-        def __init__(self, module: Any, method: str) -> None:
-            super().__init__(module, method)
+        def __init__(self, module: Any) -> None:
+            super().__init__(module)
             self.reads = set()
             running.append(self)
 
-        def path_of(self, below: Path) -> Path:
-            """Returns the first path of a parameter in the model, given its path in the module."""
-            return paths[(*self.frames[0].module._fp8_path, *below)]
-
-    def origin_of(kernel: Any) -> Origin:
-        """Returns the origin of a value in the innermost call that knows it."""
-        for call in reversed(running):
-            if (origin := call.origins.of(kernel)) is not None:
-                sources = (x._replace(path=call.path_of(x.path)) for x in origin.sources)
-                return origin._replace(sources=tuple(sources))
-        return Origin()
-
     def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
         lhs, rhs = _values((lhs, rhs))
-        origin, stack = origin_of(rhs), None
-        if (kernel := (*path[:-1], "kernel")) in paths and not origin.sources:  # of a layer
-            origin = Origin((Source(paths[kernel], rhs.shape),))
-        if origin.sources:
-            # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
-            whole, part = shapes[origin.sources[0].path], origin.sources[0].shape
-            stack = tuple(range(len(whole) - len(part)))
+        origin, stack = Origin(), None
+        for call in running:  # the last is the innermost
+            if (known := call.origins.of(rhs)) is not None:
+                sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
+                origin = known._replace(sources=tuple(sources))
+                # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
+                stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
             return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
 
-    graphdef, state = nnx.split(model)
-    leaves = leaves_of(state)
-    shapes = {path: jnp.shape(x) for path, x in leaves.items()}
+    def on_set(variable: Any, value: Any) -> Any:
+        read.add(variable.fp8_path)
+        return value
 
-    def recorded(state: Any) -> Any:
-        """Returns a copy of the model whose calls are recorded."""
-        copy: Any = nnx.merge(graphdef, state)
-        for path, module, op in [*_ops_of(copy, Fp8Op)]:
-            if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-                run = calling(op.row, partial(on_op, path, op, recipe.gemms))
-                setattr(module, path[-1], nnx.static(run))
-        for path, x in nodes_of(copy, nnx.Param).items():
-            x.set_metadata(on_set_value=partial(on_set, path))
-        for path, module in nodes_of(copy, nnx.Module).items():
-            if _has_methods(module):
-                module._fp8_path = path
-                watch(module, RecordingCall)
-        return copy
+    copy: Any = nnx.clone(model)
+    for path, module, op in [*_ops_of(copy, Fp8Op)]:
+        if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
+            run = calling(op.row, partial(on_op, path, op, recipe.gemms))
+            setattr(module, path[-1], nnx.static(run))
+    for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
+        x.set_metadata(fp8_path=path, on_set_value=on_set)
+    for module in nodes_of(copy, nnx.Module).values():
+        if has_methods(module):
+            watch(module, RecordingCall)
+    graphdef, state = nnx.split(copy)
+    leaves = leaves_of(state)
 
     def call(state: Any, calls: Calls) -> Any:
         """Returns the results of all calls, and what they leave in the variables of the model."""
         out, left = list[Any](), list[tuple[Path, Any]]()
         for name, (args, kwargs) in calls.items():
-            copy = recorded(state)
-            out.append(getattr(copy, name)(*args, **kwargs))
-            left += ((path, x.get_raw_value()) for path, x in nodes_of(copy, nnx.Variable).items())
-            for one in running:
-                read.update(map(one.path_of, one.reads))
+            merged: Any = nnx.merge(graphdef, state)
+            out.append(getattr(merged, name)(*args, **kwargs))
+            left += ((path, x.get_raw_value()) for path, x in nodes_of(merged, nnx.Variable).items())
+            read.update(one.variables[path].fp8_path for one in running for path in one.reads)
             running.clear()  # no tracer may outlive its trace
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         kernels = {source.path for op in seen.values() for source in op.kernel.sources}
         return out, [x for path, x in left if path not in kernels]
-
-    def on_set(path: Path, kernel: Any, value: Any) -> Any:
-        read.add(path)
-        return value
 
     needed = needed_inputs(program_of(call, state, (calls,), {}))
     read |= {path for path, is_needed in zip(leaves, needed) if is_needed}

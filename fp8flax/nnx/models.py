@@ -41,7 +41,7 @@ from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
 from fp8flax.nnx import ops
-from fp8flax.nnx.ops import Fp8Op
+from fp8flax.nnx.ops import Fp8Op, plain_of
 
 ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
 """The reason for contractions that ``quantize_model`` has not seen in a call."""
@@ -59,11 +59,6 @@ def op_of(site: Site) -> Fp8Op | None:
     """
     found = getattr(site.module, site.name, site.module)
     return found if isinstance(found, Fp8Op) else None
-
-
-def _plain(op: type[Op]) -> Callable[..., jax.Array]:
-    """Returns the function for the field of a layer without FP8."""
-    return jnp.einsum if op is Einsum else op.plain
 
 
 def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]]:
@@ -142,39 +137,33 @@ class ModuleCall(Interception):
     kernels: tuple[type, ...] = (nnx.Param,)
     """The types of the variables that may be kernels."""
 
-    def __init__(self, module: Any, method: str) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Variable)
         self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
         """The modules that are a part of the call, with their paths, by their identities."""
-        self._variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
-        for x in self._variables.values():
-            is_param = isinstance(x, nnx.Param)
-            if is_param and isinstance(x.get_value(), np.ndarray):  # which JAX would copy at each use
-                x.set_value(jnp.asarray(x.get_value()))
-        self._push(module, method)
+        self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
+        for x in self.variables.values():
+            if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
+                x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
         self._trace = trace_behind()
         self._dry_run = getattr(module, "_fp8_dry_run", None)
         """The ``DryRun`` that gets the contractions, or None."""
         if self._dry_run is not None:
             self.custom_vjps = self._dry_run.custom_vjps
 
-    def _push(self, module: Any, method: str) -> None:
-        """Begins a method of a module. Transformations may have written new arrays into its variables."""
-        path, _ = self.modules[id(module)]
-        for keys, x in self._variables.items():
-            if keys[: len(path)] == path:
-                is_kernel = isinstance(x, self.kernels)
-                kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
-                self.origins.add([(keys, x.get_raw_value())], kind)
-        self.frames.append(Frame(module, "" if method == "__call__" else method))
-
     @contextlib.contextmanager
     def in_frame(self, module: Any, method: str) -> Iterator[None]:
         """A context in which a method of a module runs."""
-        is_new = self.frames[-1].module is not module  # methods of one module share a frame
+        is_new = not self.frames or self.frames[-1].module is not module  # the methods share a frame
         if is_new:
-            self._push(module, method)
+            path, _ = self.modules[id(module)]
+            for keys, x in self.variables.items():
+                if keys[: len(path)] == path:  # transformations may have written a new array into it
+                    is_kernel = isinstance(x, self.kernels)
+                    kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
+                    self.origins.add([(keys, x.get_raw_value())], kind)
+            self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             with in_module(module._fp8_path if self._dry_run else None):
                 yield
@@ -207,6 +196,11 @@ class ModuleCall(Interception):
             return by(op)
 
 
+def has_methods(node: Any) -> bool:
+    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
+    return not isinstance(node, nnx.Dict | nnx.List | Fp8Op)
+
+
 def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
     """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
     cls = getattr(type(node), "_fp8_base", type(node))
@@ -216,7 +210,7 @@ def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
 
 
 def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
-    """Returns a subclass of the class of a module; its methods run in ``make_call(module, method)``."""
+    """Returns a subclass of the class of a module; its methods run in ``make_call(module)``."""
     body: dict[str, Any] = {"_fp8_make_call": make_call}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, method in vars(base).items():
@@ -239,7 +233,7 @@ def _watched(name: str, method: Any) -> Any:
         if type(call) is make_call and id(self) in call.modules:
             with call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = make_call(self, name)
+        call = make_call(self)
         with unwatched(), call.watching(), call.in_frame(self, name):
             return run(*args, **kwargs)
 
@@ -266,8 +260,6 @@ class DryRun:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.found: dict[Hashable, Site] = {}
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
-        self.called: dict[tuple[str, ...], Site] = {}
-        """The contractions of layers whose field the call has called, by the paths of the layers."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self._modules = nodes_of(model, nnx.Module)
@@ -279,8 +271,7 @@ class DryRun:
             if hasattr(layer.module, "dot_general_cls"):
                 layer.module.dot_general_cls = None
         for path, module in nodes_of(copy, nnx.Module).items():
-            # An attribute of a dict or a list would be an item.
-            if not isinstance(module, nnx.Dict | nnx.List | Fp8Op):
+            if has_methods(module):
                 module._fp8_path, module._fp8_dry_run = path, self
                 watch(module)
         graphdef, state = nnx.split(copy)
@@ -299,9 +290,9 @@ class DryRun:
 
     def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        self.called[site.path] = site = site._replace(in_custom_vjp=any(self.custom_vjps))
+        site = site._replace(in_custom_vjp=any(self.custom_vjps))
         with jax.named_scope(self._record(site)):
-            return _plain(site.op)(*args, **kwargs)
+            return plain_of(site.op)(*args, **kwargs)
 
     def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
@@ -352,7 +343,7 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.place, _plain(site.op), site.reason)
+            wide = LeftWide(site.place, plain_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
@@ -370,8 +361,8 @@ def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site
         is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
         if run is None:
             yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
-        elif layer.path in run.called:
-            yield run.called[layer.path]
+        elif layer.key in run.found:
+            yield run.found[layer.key]
         elif is_flax_own and id(layer.module.kernel.get_value()) not in run.needed:
             yield layer
     if run is not None:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
+from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
@@ -115,13 +115,11 @@ class Fp8Op(OpBase, nnx.Module):
             array = jnp.full((*stack, *leaf.shape), leaf.fill, jnp.float32)
             setattr(self, leaf.name, OverwriteWithGradient(array))
 
-    @property
-    def _run(self) -> Callable[..., jax.Array]:
-        return super()._run if self._on_op is None else functools.partial(self._on_op, self)
-
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
+        if self._on_op is not None:
+            return cast(jax.Array, self._on_op(self, lhs, rhs, *arguments, **keywords))
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
             return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
@@ -170,6 +168,11 @@ _CODE = lax.dot_general.__code__
 """JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
 
 
+def plain_of(row: type[Op]) -> Callable[..., jax.Array]:
+    """Returns the function of JAX that an op stands for, for the field of a layer."""
+    return jnp.einsum if row is Einsum else row.plain
+
+
 def _beside_others(call: Any) -> Any:
     """Returns the ``__call__`` of an op, which lets code that has replaced a function of JAX take part.
 
@@ -180,9 +183,8 @@ def _beside_others(call: Any) -> Any:
     def run(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
         if lax.dot_general.__code__ is _CODE:
             return call(op, *args, **kwargs)
-        is_einsum = op.row is Einsum
-        with _PlainCall(op, args[1 + is_einsum]).watching():
-            return (jnp.einsum if is_einsum else op.row.plain)(*args, **kwargs)
+        with _PlainCall(op, args[1 + (op.row is Einsum)]).watching():
+            return plain_of(op.row)(*args, **kwargs)
 
     return run
 
