@@ -186,7 +186,6 @@ def quantize_model(
 def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:
     """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
     signature = inspect.signature(type(model).__call__)
-    signature.bind(model, *inputs, **keyword_inputs)
     by_position = signature.bind_partial(model, *inputs).arguments
     for option in given & (signature.parameters.keys() - by_position):
         raise TypeError(
