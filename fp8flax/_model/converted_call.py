@@ -102,10 +102,6 @@ class Call(Interception):
         """A context in which a method of a module runs."""
         scope = module.scope
 
-        def variables() -> dict[str, Any]:
-            """Returns the variables of a module, which has the state where the caller has it."""
-            return split(_variables_of(scope))
-
         def put_variable(collection: str, name: str, value: Any) -> None:
             """Makes a variable."""
             type(scope).put_variable(scope, collection, name, value)
@@ -114,7 +110,8 @@ class Call(Interception):
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_variables(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        own = having(scope, variables=variables, put_variable=put_variable)
+        # The module finds the state where the caller has it.
+        own = having(scope, variables=lambda: split(_variables_of(scope)), put_variable=put_variable)
         try:
             with own, self.watching(), in_module(scope.path if self.is_counting else None):
                 yield
