@@ -43,11 +43,5 @@ def hoisted(
         # The program has a primitive that jax.checkpoint could not split either, or a mutable array.
         return lambda varying: f(invariant, varying)
     kept = jaxpr_as_fun(closed.replace(jaxpr=known))(*fixed)
-    treedef = jax.tree.structure(out)
-
-    def with_rest(varying: Any) -> Any:
-        """Returns ``f(invariant, varying)``, computed from the values in ``kept``."""
-        args = *kept, *fixed, *jax.tree.leaves(varying)
-        return treedef.unflatten(jaxpr_as_fun(closed.replace(jaxpr=rest))(*args))
-
-    return with_rest
+    of_rest, treedef = jaxpr_as_fun(closed.replace(jaxpr=rest)), jax.tree.structure(out)
+    return lambda varying: treedef.unflatten(of_rest(*kept, *fixed, *jax.tree.leaves(varying)))

@@ -132,15 +132,11 @@ def _aval_of_floats(x: Any, *, dtype: MaxDtype) -> Any:
     return x.update(shape=x.shape[:ndim], dtype=dtype, sharding=sharding)
 
 
-def _aval_to_floats(x: Any) -> Any:
-    return x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=_FLOAT32)
-
-
 _of_floats_p.def_abstract_eval(_aval_of_floats)
 _of_floats_p.def_impl(
     lambda x, dtype: MaxArray(_aval_of_floats(jax.typeof(x), dtype=dtype), jnp.asarray(x))
 )
-_to_floats_p.def_abstract_eval(_aval_to_floats)
+_to_floats_p.def_abstract_eval(lambda x: x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=_FLOAT32))
 _to_floats_p.def_impl(lambda x: x._data)
 ad.deflinear2(_of_floats_p, lambda g, x, dtype: [_to_floats_p.bind(g)])
 ad.deflinear2(_to_floats_p, lambda g, x: [of_floats(x.aval.dtype, g)])

@@ -102,10 +102,6 @@ class Call(Interception):
         """A context in which a method of a module runs."""
         scope = module.scope
 
-        def variables() -> dict[str, Any]:
-            """Returns the variables of a module, which has the state where the caller has it."""
-            return split(_variables_of(scope))
-
         def put_variable(collection: str, name: str, value: Any) -> None:
             """Makes a variable."""
             type(scope).put_variable(scope, collection, name, value)
@@ -114,19 +110,13 @@ class Call(Interception):
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._add_variables(scope.root, _variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        own = having(scope, variables=variables, put_variable=put_variable)
+        # The module finds the state where the caller has it.
+        own = having(scope, variables=lambda: split(_variables_of(scope)), put_variable=put_variable)
         try:
             with own, self.watching(), in_module(scope.path if self.is_counting else None):
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which contractions go to ``contract``, unless FP8 is switched off."""
-        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
-        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
-            return jax.named_scope(SWITCHED_OFF)
-        return super().watching()
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""

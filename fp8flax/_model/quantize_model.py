@@ -56,13 +56,12 @@ def quantize_model(
     numbered. What could be read in two ways has a ``~``: the state of a parameter ``w-T`` is ``…_w~-T``.
 
     **NNX.** The result is a copy, which shares the arrays of the model, but none of its variables. Without
-    inputs, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
-    and ``nnx.Conv``, also inside of other modules of NNX. A subclass with a ``__call__`` of its own stays
-    wide. With inputs, one abstract call of the model finds what each layer really computes, and the
-    contractions that modules write out. Their ops are attributes of the modules, such as
-    ``fp8_w``. Each module gets its own ops, with fresh state, which is stacked if ``nnx.vmap`` stacked the
-    module along the first axis. A layer with an op that you gave keeps it, unless ``rules`` or ``include``
-    convert the layer.
+    inputs, layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
+    ``nnx.Conv``, also inside of other modules of NNX. A subclass with a ``__call__`` of its own stays wide.
+    With inputs, one abstract call of the model finds what each layer really computes, and the contractions
+    that modules write out. Their ops are attributes of the modules, such as ``fp8_w``. Each module gets its
+    own ops, with fresh state, which is stacked if ``nnx.vmap`` stacked the module along the first axis. A
+    layer with an op that you gave keeps it, unless ``rules`` or ``include`` convert the layer.
 
     Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
     the defaults. The defaults leave out
@@ -109,10 +108,9 @@ def quantize_model(
         model. ``report`` lists what is converted and why. The result can be copied, and pickled if the
         contents of ``rules`` can. Some code stays unconverted: JAX's own ``lax.scan`` and custom
         derivatives inside a method, ``nnx.scan`` of a method, in Linen ``jax.checkpoint`` (``report`` lists
-        their contractions), and submodules of
-        Linen models that are called from outside, on a bound model or by a function that ``nn.apply`` or
-        ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert ``method=lambda m, x:
-        m.encoder(x)``.)
+        their contractions), and submodules of Linen models that are called from outside, on a bound model
+        or by a function that ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do
+        convert ``method=lambda m, x: m.encoder(x)``.)
 
     Raises:
         TypeError: ``model`` is not a module of Linen or NNX, a recipe is not a ``Recipe``, or is given
@@ -186,7 +184,6 @@ def quantize_model(
 def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:
     """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
     signature = inspect.signature(type(model).__call__)
-    signature.bind(model, *inputs, **keyword_inputs)
     by_position = signature.bind_partial(model, *inputs).arguments
     for option in given & (signature.parameters.keys() - by_position):
         raise TypeError(
