@@ -134,11 +134,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array,
-    quantizer: BlockQuantizer,
-    *,
-    inf_is_nan: bool = False,
-    interpret: bool = False,
+    x: jax.Array, quantizer: BlockQuantizer, *, inf_is_nan: bool = False, interpret: bool = False
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 

@@ -190,12 +190,7 @@ class OpBase:
         return partial(self._compute, self._recipe_in_use())
 
     def _compute(
-        self,
-        recipe: Recipe | None,
-        lhs: Any,
-        rhs: Any,
-        *arguments: Any,
-        **keywords: Any,
+        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
         """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:
