@@ -38,7 +38,6 @@ def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
 @jax.custom_batching.custom_vmap
 def _merge_over_vmap(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns ``amax``; under ``jax.vmap``, its maximum over a batch that ``state`` does not have."""
-    del state
     return amax
 
 

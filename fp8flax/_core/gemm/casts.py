@@ -59,7 +59,6 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
 
     @quantize.def_vmap
     def _(size: int, is_batched: Any, x: jax.Array) -> Any:
-        del size, is_batched
         made = quantize_blocks(cast._replace(first=cast.first.batched()), x)
         # The blocks are those of one tensor of the batch.
         pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)

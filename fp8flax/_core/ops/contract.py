@@ -98,12 +98,10 @@ class Contraction:
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
-        del role
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
-        del role
         return x
 
     def product(self, name: str) -> Callable[..., jax.Array]:

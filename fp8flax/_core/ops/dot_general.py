@@ -242,7 +242,6 @@ class DotGeneral(Op):
     def swapped(
         lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
     ) -> tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
-        del rhs
         if isinstance(precision, tuple):  # one precision for each operand
             precision = precision[::-1]
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers

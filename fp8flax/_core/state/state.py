@@ -170,7 +170,6 @@ def _step_scales_fwd(quantizers: Any, *states: Any) -> tuple[Scales, Scales]:
 @partial(jax.jit, static_argnums=0)
 def _step_scales_bwd(quantizers: Any, scales: Scales, amaxes: Scales) -> tuple[Scales, None]:
     """Returns the cotangents of the digests: the scales and the amaxes of this step."""
-    del quantizers
     numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
     return [to_digest(*three) for three in numbers], None
 
