@@ -126,7 +126,8 @@ def in_qdq(
     quantizer, inp, state = _checked(q_dtype, inp, "inp", scale, amax_history)
     if is_calibrating():
         return report_amax(quantizer, inp, delayed_amax(inp), state)
-    return in_qdq_with_scale(quantizer, inp, *step_scales([quantizer], [state]), compute_dtype)
+    (new_scale,) = step_scales([quantizer], [state])
+    return in_qdq_with_scale(quantizer, inp, new_scale, compute_dtype)
 
 
 def out_qdq(

@@ -85,9 +85,7 @@ def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) 
 
 # A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
 # kernels (``batching.each_alike``). An op with other options reads the history.
-_IN_DIGEST = {
-    DelayedQuantizer(dtype=dtype): i for i, dtype in ((1, jnp.float8_e4m3fn), (2, jnp.float8_e5m2))
-}
+_IN_DIGEST = {DelayedQuantizer(dtype=jnp.float8_e4m3fn): 1, DelayedQuantizer(dtype=jnp.float8_e5m2): 2}
 """The place of each quantizer's scale in a digest, whatever the length of the history."""
 
 
