@@ -105,7 +105,7 @@ def fp8_conv_general_dilated(
     convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
     """
     precision, preferred_element_type = arguments[7:]
-    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    lhs, rhs, _ = check_operands(lhs, rhs, preferred_element_type)
     out, params, windows = _traced(lhs, rhs, *arguments)
     if windows is None:
         gemms = recipe.gemms
