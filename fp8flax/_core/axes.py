@@ -16,8 +16,7 @@ def manual_axes(x: Any) -> frozenset[str]:
 
     The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
     """
-    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return axes
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:

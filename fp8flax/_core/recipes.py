@@ -441,5 +441,4 @@ def check_recipe(recipe: Any) -> CustomRecipe:
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
         )
-    gemms: CustomRecipe = recipe.gemms
-    return gemms
+    return recipe.gemms

@@ -64,8 +64,7 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
         pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)
         return pair, jax.tree.map(lambda _: True, pair)
 
-    pair: Pair = quantize(x)
-    return pair
+    return quantize(x)
 
 
 def _quantize(cast: Cast, x: jax.Array) -> Pair:
@@ -94,8 +93,7 @@ def _quantize(cast: Cast, x: jax.Array) -> Pair:
         return first, first if quantizer.serves_both else second
 
     on_gpu = partial(unless_partitioned, by_kernel if has_kernel else reference, of_parts, reference)
-    pair: Pair = lax.platform_dependent(x, cuda=on_gpu, default=reference)
-    return pair
+    return lax.platform_dependent(x, cuda=on_gpu, default=reference)
 
 
 def _by_xla(cast: Cast, x: jax.Array) -> Pair:

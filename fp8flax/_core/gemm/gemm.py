@@ -97,8 +97,7 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     on_gpu, emulated = partial(_of_codes(gemm, a, b), gemm), partial(_emulated, gemm)
-    product: jax.Array = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
-    return product
+    return no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
 
 
 # Wide operands, and the reference for FP8.
@@ -309,8 +308,7 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
             batched, b = batched._replace(rhs=gemm.rhs.batched()), _with_batch(size, is_batched[1], b, 0)
         return jnp.moveaxis(_blocks(batched, a, b), place, 0), True
 
-    out: jax.Array = product(a, b)
-    return out
+    return product(a, b)
 
 
 def _with_batch(size: int, is_batched: QTensor, x: QTensor, place: int) -> QTensor:
@@ -345,8 +343,7 @@ def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     scope = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
     of_parts = on_shards(of_part, *_letters(gemm, a, b), scope)
     on_gpu = partial(unless_partitioned, of_part, of_parts, partial(_in_bfloat16, gemm))
-    out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
-    return out
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
 
 
 def _letters(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[tuple[str, str], str]:

@@ -19,7 +19,7 @@ from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import GemmSizes, Op, Shape
 from fp8flax._core.ops.stored import StoredContraction
-from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
@@ -181,15 +181,11 @@ def fp8_dot_general(
 
     The kernel ``rhs`` is an array, or a ``QTensor`` from ``stored.packed_kernel``.
     """
-    is_stored = isinstance(rhs, QTensor)
-    lhs, wide = check_operands(lhs, lhs if is_stored else rhs, preferred_element_type)
-    kernel: Any = rhs if is_stored else wide
-    if is_stored:  # the plan describes a wide kernel
-        wide = jax.ShapeDtypeStruct(rhs.shape, lhs.dtype)
+    lhs, rhs, wide = check_operands(lhs, rhs, preferred_element_type)
     arguments = dimension_numbers, precision, preferred_element_type
     make_plan = partial(dot_plan, key=key) if form == "direct" else _qdq_plan
     plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    return run(plan, lhs, kernel, states=states, input_scale=input_scale)
+    return run(plan, lhs, rhs, states=states, input_scale=input_scale)
 
 
 class DotGeneral(Op):
@@ -228,8 +224,7 @@ class DotGeneral(Op):
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
         arguments = dimension_numbers, precision, preferred_element_type
-        out: jax.Array = self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
-        return out
+        return self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
 
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmSizes:
