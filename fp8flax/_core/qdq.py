@@ -143,9 +143,6 @@ def out_qdq(
 
     The arguments and the errors are those of ``in_qdq``.
 
-    Returns:
-        ``out``.
-
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
         >>> def f(y, scale, history):
