@@ -52,10 +52,7 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
 
     Under ``jax.vmap`` the batch becomes a batch dimension.
     """
-
-    @custom_vmap
-    def quantize(x: jax.Array) -> Pair:
-        return _quantize(cast, x)
+    quantize = custom_vmap(partial(_quantize, cast))
 
     @quantize.def_vmap
     def _(size: int, is_batched: Any, x: jax.Array) -> Any:

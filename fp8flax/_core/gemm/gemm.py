@@ -136,9 +136,8 @@ def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
     sum_dtype = sum_dtype_of(dtype)
     # GPUs would round operands in float32 to TF32.
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
-    with jax.named_scope(DEQUANTIZED):
-        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), sum_dtype, precision)
-    return out.astype(gemm.out_dtype)
+    wide = Gemm(gemm.lhs, gemm.rhs, dtype, dtype, sum_dtype, precision=precision)
+    return multiply_wide(DEQUANTIZED, wide, a, b).astype(gemm.out_dtype)
 
 
 def _dot(
@@ -293,10 +292,7 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     Under ``jax.vmap`` the batch becomes a free dimension if only the left operand has it. Otherwise it
     becomes a batch dimension of both operands. So GPU kernels and ``on_shards`` never meet ``jax.vmap``.
     """
-
-    @custom_vmap
-    def product(a: QTensor, b: QTensor) -> jax.Array:
-        return _blocks_of(gemm, a, b)
+    product = custom_vmap(partial(_blocks_of, gemm))
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:

@@ -167,8 +167,7 @@ def _frozen(plan: Any, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.A
     """Returns the forward product of an input and the kernel of a frozen model."""
     x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
-    return out
+        return plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
 
 
 @_frozen.defjvp
