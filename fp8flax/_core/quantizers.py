@@ -104,7 +104,7 @@ class DelayedQuantizer(Quantizer):
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         assert scale is not None
-        scale = dims.as_scale(scale)
+        scale = scale.reshape((-1, *(1,) * (dims.ndim - 1)) if dims.is_stack else ())
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 
