@@ -256,8 +256,7 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
     given = scales.get(role)
     if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
         given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    quantize = lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x  # noqa: E731
-    return no_derivative(quantize)(x, given)
+    return no_derivative(lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x)(x, given)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:

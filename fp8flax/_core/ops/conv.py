@@ -206,5 +206,4 @@ class Conv(Op):
 
     @staticmethod
     def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-        _, _, windows = _traced(lhs, rhs, *arguments)
-        return windows is not None
+        return _traced(lhs, rhs, *arguments)[2] is not None

@@ -64,19 +64,13 @@ def dot_general_with_precision(
 
 @dot_general_with_precision.defjvp
 def _dot_general_with_precision_jvp(
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    primals: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
+    dims: DimensionNumbers, precision: Any, dtype: Any, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
-    out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    out = dot_general_with_precision(lhs, rhs, dims, precision, dtype)
+    precision = lax.Precision.HIGHEST if precision is None else precision
     dot = partial(
-        lax.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=lax.Precision.HIGHEST if precision is None else precision,
-        preferred_element_type=preferred_element_type,
+        lax.dot_general, dimension_numbers=dims, precision=precision, preferred_element_type=dtype
     )
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
@@ -126,14 +120,9 @@ def dot_plan(
     key: Any = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
-    dot = partial(
-        lax.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-    out, params = traced(dot, lhs, rhs)
+    arguments = dimension_numbers, precision, preferred_element_type
+    dot = partial(lax.dot_general, out_sharding=out_sharding)
+    out, params = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     return DotContraction(
         recipe=recipe,
         lhs=Operand.of(lhs),
