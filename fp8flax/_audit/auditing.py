@@ -88,11 +88,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
 
 
 def assert_fp8(
-    fn: Callable[..., Any],
-    *args: Any,
-    min_flops: float = 1.0,
-    target: str | Mesh = "h200",
-    **keywords: Any,
+    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str | Mesh = "h200", **keywords: Any
 ) -> AuditReport:
     """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 

@@ -108,9 +108,6 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
             the dtype of its operands and leaves its state unchanged.
         recipe: the recipe of ops whose ``recipe`` is None. None takes their default, ``DelayedScaling()``.
 
-    Returns:
-        A context manager, which is also a decorator.
-
     Raises:
         TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
             decorated function is a generator or a coroutine function.

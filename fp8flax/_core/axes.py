@@ -16,8 +16,7 @@ def manual_axes(x: Any) -> frozenset[str]:
 
     The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
     """
-    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return axes
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
@@ -38,7 +37,6 @@ def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
 @jax.custom_batching.custom_vmap
 def _merge_over_vmap(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns ``amax``; under ``jax.vmap``, its maximum over a batch that ``state`` does not have."""
-    del state
     return amax
 
 

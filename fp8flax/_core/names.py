@@ -26,16 +26,9 @@ GROUPED_GEMM = "fp8_grouped_gemm"
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 
-NOT_CONVERTED = "fp8_not_converted"
-"""The scope of a contraction that ``quantize_model`` did not convert."""
-SWITCHED_OFF = "fp8_switched_off"
-"""The scope of an FP8 op under ``autocast(enabled=False)``."""
-KEPT_WIDE = "fp8_kept_wide"
-"""The scope of a GEMM with an operand that the recipe does not quantize."""
-CONVOLVED_WIDE = "fp8_convolved_wide"
-"""The scope of a convolution of dequantized FP8 values in a wide dtype."""
-DEQUANTIZED = "fp8_dequantized"
-"""The scope of a GEMM of dequantized FP8 values, because nothing on the device multiplies their codes."""
+NOT_CONVERTED, SWITCHED_OFF, KEPT_WIDE = "fp8_not_converted", "fp8_switched_off", "fp8_kept_wide"
+CONVOLVED_WIDE, DEQUANTIZED = "fp8_convolved_wide", "fp8_dequantized"
+"""The scopes of contractions that run in a wide dtype. The texts below say why."""
 
 CHOSEN_WIDE = {
     NOT_CONVERTED: "quantize_model left it, fp8flax.report says why: multiplied in {dtypes}",

@@ -104,8 +104,7 @@ def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> j
 
     if axis is None:
         return by_blocks(x)
-    amax: jax.Array = lax.platform_dependent(x, cuda=partial(amax_of_rotated, axis=axis), default=by_blocks)
-    return amax
+    return lax.platform_dependent(x, cuda=partial(amax_of_rotated, axis=axis), default=by_blocks)
 
 
 def quantized(

@@ -2,7 +2,7 @@
 
 A cast to FP8 and back counts as the identity in derivatives of any order (straight-through). Scale and amax
 history have no derivative: their "gradients" are their next values. The functions below return the amax of
-this step as the cotangent of a scale of ``state.step_scale``, which computes the next values from it.
+this step as the cotangent of a scale of ``state.step_scales``, which computes the next values from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8flax._core.quantize import (
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
-from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scale
+from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
 
 
 def _checked(
@@ -48,7 +48,7 @@ def _checked(
     return quantizer, x, state
 
 
-# With a scale of ``step_scale``, as contractions in the quantize-dequantize form call them.
+# With a scale of ``step_scales``, as contractions in the quantize-dequantize form call them.
 
 
 def _cast(q_dtype: Any, compute_dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -126,7 +126,8 @@ def in_qdq(
     quantizer, inp, state = _checked(q_dtype, inp, "inp", scale, amax_history)
     if is_calibrating():
         return report_amax(quantizer, inp, delayed_amax(inp), state)
-    return in_qdq_with_scale(quantizer, inp, step_scale(quantizer, state), compute_dtype)
+    (new_scale,) = step_scales([quantizer], [state])
+    return in_qdq_with_scale(quantizer, inp, new_scale, compute_dtype)
 
 
 def out_qdq(
@@ -142,9 +143,6 @@ def out_qdq(
 
     The arguments and the errors are those of ``in_qdq``.
 
-    Returns:
-        ``out``.
-
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
         >>> def f(y, scale, history):
@@ -155,7 +153,7 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
-    new_scale = step_scale(quantizer, state)
+    (new_scale,) = step_scales([quantizer], [state])
     if not is_calibrating():
         return out_qdq_with_scale(quantizer, out, new_scale, compute_dtype)
 
@@ -196,7 +194,7 @@ def in_q(
     if is_calibrating():
         inp = report_amax(quantizer, inp, delayed_amax(inp), state)
         state = state._replace(scale=jnp.ones_like(state.scale))  # it was the number of the tensor
-    new_scale = step_scale(quantizer, state)
+    (new_scale,) = step_scales([quantizer], [state])
     used = jax.lax.stop_gradient(new_scale)
     q = quantize(inp, quantizer.dtype, used, compute_dtype)
     return _with_amax((q, used.reshape(jnp.shape(scale))), inp, new_scale)

@@ -62,10 +62,6 @@ class Dims(NamedTuple):
         contract = tuple(i + 1 for i in self.contract)
         return Dims(self.ndim + 1, contract, self.num_batch + (not is_free), self.is_stack)
 
-    def as_scale(self, scale: jax.Array) -> jax.Array:
-        """Returns a given scale as a scalar, or the scales of a stack so that they broadcast with it."""
-        return scale.reshape((-1, *(1,) * (self.ndim - 1)) if self.is_stack else ())
-
 
 STATIC = {"static": True}
 """The metadata of a field that belongs to the structure of a tree, and is not a leaf."""

@@ -205,7 +205,6 @@ def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @wrapped.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
-        del primals, tangents
         raise TypeError(
             "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second "
             "derivatives pass form='qdq' to the op, or to quantize_model, with delayed scaling. "

@@ -104,7 +104,7 @@ class DelayedQuantizer(Quantizer):
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
         assert scale is not None
-        scale = dims.as_scale(scale)
+        scale = scale.reshape((-1, *(1,) * (dims.ndim - 1)) if dims.is_stack else ())
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 
@@ -150,7 +150,6 @@ class CurrentQuantizer(Quantizer):
         return self.granularity == "tensorwise"
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
-        del scale
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
             axes = tuple(range(dims.num_batch, x.ndim)) if dims.is_stack else None
@@ -235,7 +234,6 @@ class BlockQuantizer(Quantizer):
         return self.block[0] == self.block[1]
 
     def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
-        del scale
         block = dims.block(self.block)
         blocks, within = split_blocks(x, block)
         values, new_scale = self.scaled(blocks.astype(jnp.float32), finite_amax(blocks, within), quotient)

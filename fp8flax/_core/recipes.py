@@ -214,8 +214,7 @@ class DelayedScaling(Recipe):
         amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
-            ``GemmRecipe`` explains.
+        accumulation: of forward, dgrad and wgrad on a GPU: three of the words of ``GemmRecipe``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -262,8 +261,7 @@ class Float8CurrentScaling(Recipe):
         use_power_2_scales: whether scales are rounded up to powers of two.
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
             input is then kept unquantized for the backward pass.
-        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
-            ``GemmRecipe`` explains.
+        accumulation: of forward, dgrad and wgrad on a GPU: three of the words of ``GemmRecipe``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -441,5 +439,4 @@ def check_recipe(recipe: Any) -> CustomRecipe:
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
         )
-    gemms: CustomRecipe = recipe.gemms
-    return gemms
+    return recipe.gemms

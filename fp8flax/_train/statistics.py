@@ -68,8 +68,7 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     Returns:
         A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
         ``print`` shows as a table. The path is that of an op in the model, such as
-        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``, in a stack with the index of the layer; the roles are
-        ``input``, ``kernel`` and ``output_grad``.
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"``; the roles are ``input``, ``kernel`` and ``output_grad``.
 
     Raises:
         TypeError: ``fun`` is not a function; or (when called) it returns no scalar.

@@ -52,21 +52,16 @@ def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
 
     Under ``jax.vmap`` the batch becomes a batch dimension.
     """
-
-    @custom_vmap
-    def quantize(x: jax.Array) -> Pair:
-        return _quantize(cast, x)
+    quantize = custom_vmap(partial(_quantize, cast))
 
     @quantize.def_vmap
     def _(size: int, is_batched: Any, x: jax.Array) -> Any:
-        del size, is_batched
         made = quantize_blocks(cast._replace(first=cast.first.batched()), x)
         # The blocks are those of one tensor of the batch.
         pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)
         return pair, jax.tree.map(lambda _: True, pair)
 
-    pair: Pair = quantize(x)
-    return pair
+    return quantize(x)
 
 
 def _quantize(cast: Cast, x: jax.Array) -> Pair:
@@ -95,8 +90,7 @@ def _quantize(cast: Cast, x: jax.Array) -> Pair:
         return first, first if quantizer.serves_both else second
 
     on_gpu = partial(unless_partitioned, by_kernel if has_kernel else reference, of_parts, reference)
-    pair: Pair = lax.platform_dependent(x, cuda=on_gpu, default=reference)
-    return pair
+    return lax.platform_dependent(x, cuda=on_gpu, default=reference)
 
 
 def _by_xla(cast: Cast, x: jax.Array) -> Pair:
@@ -134,11 +128,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array,
-    quantizer: BlockQuantizer,
-    *,
-    inf_is_nan: bool = False,
-    interpret: bool = False,
+    x: jax.Array, quantizer: BlockQuantizer, *, inf_is_nan: bool = False, interpret: bool = False
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 

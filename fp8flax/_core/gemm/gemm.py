@@ -97,8 +97,7 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     on_gpu, emulated = partial(_of_codes(gemm, a, b), gemm), partial(_emulated, gemm)
-    product: jax.Array = no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
-    return product
+    return no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=emulated))(a, b)
 
 
 # Wide operands, and the reference for FP8.
@@ -137,9 +136,8 @@ def _dequantized(gemm: Gemm, dtype: Any, a: QTensor, b: QTensor) -> jax.Array:
     sum_dtype = sum_dtype_of(dtype)
     # GPUs would round operands in float32 to TF32.
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
-    with jax.named_scope(DEQUANTIZED):
-        out = _dot(gemm, a.dequantize(dtype), b.dequantize(dtype), sum_dtype, precision)
-    return out.astype(gemm.out_dtype)
+    wide = Gemm(gemm.lhs, gemm.rhs, dtype, dtype, sum_dtype, precision=precision)
+    return multiply_wide(DEQUANTIZED, wide, a, b).astype(gemm.out_dtype)
 
 
 def _dot(
@@ -294,10 +292,7 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     Under ``jax.vmap`` the batch becomes a free dimension if only the left operand has it. Otherwise it
     becomes a batch dimension of both operands. So GPU kernels and ``on_shards`` never meet ``jax.vmap``.
     """
-
-    @custom_vmap
-    def product(a: QTensor, b: QTensor) -> jax.Array:
-        return _blocks_of(gemm, a, b)
+    product = custom_vmap(partial(_blocks_of, gemm))
 
     @product.def_vmap
     def _(size: int, is_batched: Any, a: QTensor, b: QTensor) -> tuple[jax.Array, bool]:
@@ -309,8 +304,7 @@ def _blocks(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
             batched, b = batched._replace(rhs=gemm.rhs.batched()), _with_batch(size, is_batched[1], b, 0)
         return jnp.moveaxis(_blocks(batched, a, b), place, 0), True
 
-    out: jax.Array = product(a, b)
-    return out
+    return product(a, b)
 
 
 def _with_batch(size: int, is_batched: QTensor, x: QTensor, place: int) -> QTensor:
@@ -345,8 +339,7 @@ def _blocks_of(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     scope = {_hopper: BLOCK_GEMM_HOPPER, _blackwell: ""}.get(_on_one_gpu(gemm, a, b), DEQUANTIZED)
     of_parts = on_shards(of_part, *_letters(gemm, a, b), scope)
     on_gpu = partial(unless_partitioned, of_part, of_parts, partial(_in_bfloat16, gemm))
-    out: jax.Array = lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
-    return out
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
 
 
 def _letters(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[tuple[str, str], str]:

@@ -89,7 +89,6 @@ def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> 
 
     @run.def_vmap
     def _(size: int, is_batched: Any, *args: jax.Array) -> Any:
-        del size
         made = jax.vmap(f, [0 if has_batch else None for has_batch in is_batched])(*args)
         return made, jax.tree.map(lambda _: True, made)
 

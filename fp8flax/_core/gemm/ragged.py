@@ -47,8 +47,7 @@ def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Arr
     ``out_dtype`` is the dtype of the result. Under ``jax.vmap`` the batch runs in a loop.
     """
     run = no_derivative(sequential_vmap(partial(_multiply, gemm)))
-    out: jax.Array = run(a, b, group_sizes)
-    return out
+    return run(a, b, group_sizes)
 
 
 def _columns_first(gemm: Gemm, kernels: AnyTensor) -> tuple[Gemm, Any]:
@@ -97,13 +96,11 @@ def _multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) ->
         kernels = "-kn" if gemm.rhs.contract == (1,) else "-nk"
         operands, result = (("mk", "mn"), "-kn") if is_sum else (("mk", kernels), "mn")
         run = on_shards(of_part, (*operands, "-", "M"), result, name)
-        out: jax.Array = run(a, b, group_sizes, lax.iota(np.int32, num_rows))
-        return out
+        return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]
     on_gpu = partial(unless_partitioned, one, of_parts, in_tiles)
-    out: jax.Array = lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
-    return out
+    return lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
 
 
 # Which tiles hold rows of which expert. Expert e owns the rows from ``ends[e - 1]`` up to, but without,

@@ -98,12 +98,10 @@ class Contraction:
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in canonical form."""
-        del role
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
-        del role
         return x
 
     def product(self, name: str) -> Callable[..., jax.Array]:
@@ -258,8 +256,7 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
     given = scales.get(role)
     if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
         given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    quantize = lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x  # noqa: E731
-    return no_derivative(quantize)(x, given)
+    return no_derivative(lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x)(x, given)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:

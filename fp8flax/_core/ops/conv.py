@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
+from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.contract import STATELESS, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op, Shape
+from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 
@@ -105,7 +106,7 @@ def fp8_conv_general_dilated(
     convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
     """
     precision, preferred_element_type = arguments[7:]
-    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    lhs, rhs, _ = check_operands(lhs, rhs, preferred_element_type)
     out, params, windows = _traced(lhs, rhs, *arguments)
     if windows is None:
         gemms = recipe.gemms
@@ -205,5 +206,4 @@ class Conv(Op):
 
     @staticmethod
     def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-        _, _, windows = _traced(lhs, rhs, *arguments)
-        return windows is not None
+        return _traced(lhs, rhs, *arguments)[2] is not None

@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.gemm import multiply
-from fp8flax._core.ops.canonical import DimensionNumbers, Layout, canonical
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape, canonical
 from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op, Shape
+from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.ops.stored import StoredContraction
-from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
@@ -64,19 +64,13 @@ def dot_general_with_precision(
 
 @dot_general_with_precision.defjvp
 def _dot_general_with_precision_jvp(
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    primals: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
+    dims: DimensionNumbers, precision: Any, dtype: Any, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
-    out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    out = dot_general_with_precision(lhs, rhs, dims, precision, dtype)
+    precision = lax.Precision.HIGHEST if precision is None else precision
     dot = partial(
-        lax.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=lax.Precision.HIGHEST if precision is None else precision,
-        preferred_element_type=preferred_element_type,
+        lax.dot_general, dimension_numbers=dims, precision=precision, preferred_element_type=dtype
     )
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
@@ -126,14 +120,9 @@ def dot_plan(
     key: Any = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
-    dot = partial(
-        lax.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-    out, params = traced(dot, lhs, rhs)
+    arguments = dimension_numbers, precision, preferred_element_type
+    dot = partial(lax.dot_general, out_sharding=out_sharding)
+    out, params = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     return DotContraction(
         recipe=recipe,
         lhs=Operand.of(lhs),
@@ -181,15 +170,11 @@ def fp8_dot_general(
 
     The kernel ``rhs`` is an array, or a ``QTensor`` from ``stored.packed_kernel``.
     """
-    is_stored = isinstance(rhs, QTensor)
-    lhs, wide = check_operands(lhs, lhs if is_stored else rhs, preferred_element_type)
-    kernel: Any = rhs if is_stored else wide
-    if is_stored:  # the plan describes a wide kernel
-        wide = jax.ShapeDtypeStruct(rhs.shape, lhs.dtype)
+    lhs, rhs, wide = check_operands(lhs, rhs, preferred_element_type)
     arguments = dimension_numbers, precision, preferred_element_type
     make_plan = partial(dot_plan, key=key) if form == "direct" else _qdq_plan
     plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    return run(plan, lhs, kernel, states=states, input_scale=input_scale)
+    return run(plan, lhs, rhs, states=states, input_scale=input_scale)
 
 
 class DotGeneral(Op):
@@ -228,8 +213,7 @@ class DotGeneral(Op):
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
         arguments = dimension_numbers, precision, preferred_element_type
-        out: jax.Array = self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
-        return out
+        return self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
 
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmSizes:
@@ -242,7 +226,6 @@ class DotGeneral(Op):
     def swapped(
         lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
     ) -> tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
-        del rhs
         if isinstance(precision, tuple):  # one precision for each operand
             precision = precision[::-1]
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers

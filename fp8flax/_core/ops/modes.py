@@ -18,13 +18,7 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
-from fp8flax._core.observe import (
-    is_calibrating,
-    mode,
-    on_cotangent,
-    report,
-    report_amax,
-)
+from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report, report_amax
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
@@ -41,14 +35,21 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import step_scales
 
 
-def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands as arrays; raises ``TypeError`` if a dtype is not a wide float."""
+def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, Any, Any]:
+    """Returns the operands as arrays, and the wide kernel, or the type of the one that ``rhs`` stores.
+
+    Raises ``TypeError`` if a dtype is not a wide float.
+    """
     if preferred_element_type is not None and not is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
         )
-    return as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+    lhs = as_float_array(lhs, "lhs")
+    if isinstance(rhs, QTensor):
+        return lhs, rhs, jax.ShapeDtypeStruct(rhs.shape, lhs.dtype)
+    rhs = as_float_array(rhs, "rhs")
+    return lhs, rhs, rhs
 
 
 def traced(f: Callable[..., jax.Array], *operands: Any) -> tuple[Any, dict[str, Any]]:
@@ -166,8 +167,7 @@ def _frozen(plan: Any, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.A
     """Returns the forward product of an input and the kernel of a frozen model."""
     x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
     with jax.named_scope(FORWARD):
-        out: jax.Array = plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
-    return out
+        return plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
 
 
 @_frozen.defjvp

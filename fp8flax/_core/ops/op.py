@@ -16,12 +16,11 @@ from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
+from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.contract import Contraction, States
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState, check_state_dtype
-
-Shape = tuple[int, ...]
 
 FORMS = ("direct", "qdq")
 """The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
@@ -190,12 +189,7 @@ class OpBase:
         return partial(self._compute, self._recipe_in_use())
 
     def _compute(
-        self,
-        recipe: Recipe | None,
-        lhs: Any,
-        rhs: Any,
-        *arguments: Any,
-        **keywords: Any,
+        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
         """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
-from fp8flax._core.ops.canonical import DimensionNumbers, Layout
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape
 from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op, Shape
+from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.ops.stored import StoredContraction
-from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
@@ -133,18 +133,15 @@ def fp8_ragged_dot(
     The kernels ``rhs`` are an array ``(experts, depth, columns)``, or a ``QTensor`` from
     ``stored.packed_kernel``. In wgrad, a block of 128 rows with one scale may hold rows of several experts.
     """
-    is_stored = isinstance(rhs, QTensor)
-    lhs, wide = check_operands(lhs, lhs if is_stored else rhs, preferred_element_type)
-    # The plan describes wide kernels.
-    kernels = jax.ShapeDtypeStruct(rhs.shape, lhs.dtype) if is_stored else wide
-    if explicit_axes(lhs) or explicit_axes(rhs.codes if is_stored else wide):
+    lhs, rhs, wide = check_operands(lhs, rhs, preferred_element_type)
+    if any(map(explicit_axes, jax.tree.leaves((lhs, rhs)))):
         raise NotImplementedError(
             "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
             "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
         )
     arguments = jnp.asarray(group_sizes), precision, preferred_element_type
-    plan = ragged_plan(lhs, kernels, *arguments, recipe=recipe.gemms)
-    return run(plan, lhs, rhs if is_stored else wide, states=states, input_scale=input_scale)
+    plan = ragged_plan(lhs, wide, *arguments, recipe=recipe.gemms)
+    return run(plan, lhs, rhs, states=states, input_scale=input_scale)
 
 
 class RaggedDot(Op):
@@ -176,8 +173,7 @@ class RaggedDot(Op):
             precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
-        out: jax.Array = self._run(lhs, rhs, group_sizes, precision, preferred_element_type)
-        return out
+        return self._run(lhs, rhs, group_sizes, precision, preferred_element_type)
 
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, *_: Any) -> GemmSizes:

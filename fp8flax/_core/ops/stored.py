@@ -89,5 +89,4 @@ def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     quantizer = as_stored(plan.recipe.of_role("kernel")[0])
     of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
     out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
-    stored: QTensor = on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
-    return stored
+    return on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)

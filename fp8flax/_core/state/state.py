@@ -85,15 +85,8 @@ def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) 
 
 # A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
 # kernels (``batching.each_alike``). An op with other options reads the history.
-_IN_DIGEST = [DelayedQuantizer(dtype=dtype) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)]
-
-
-def _place_in_digest(quantizer: DelayedQuantizer) -> int | None:
-    """Returns the place of the quantizer's scale in a digest; None if it is not in the digest."""
-    for place, usual in enumerate(_IN_DIGEST, 1):
-        if dataclasses.replace(quantizer, amax_history_len=usual.amax_history_len) == usual:
-            return place
-    return None
+_IN_DIGEST = {DelayedQuantizer(dtype=jnp.float8_e4m3fn): 1, DelayedQuantizer(dtype=jnp.float8_e5m2): 2}
+"""The place of each quantizer's scale in a digest, whatever the length of the history."""
 
 
 def digest_of(state: ScalingState) -> tuple[jax.Array, ...]:
@@ -107,7 +100,9 @@ def scale_of(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Ar
 
     The shape is that of the history without its last axis. The scale has no derivative of any order.
     """
-    shape, place = state.amax_history.shape[:-1], _place_in_digest(quantizer)
+    usual_length = DelayedQuantizer.amax_history_len
+    place = _IN_DIGEST.get(dataclasses.replace(quantizer, amax_history_len=usual_length))
+    shape = state.amax_history.shape[:-1]
     if is_digest(state.scale) and place is not None:
         return digested(state.scale)[place].reshape(shape)
     old = lax.stop_gradient(from_max_dtype(state.scale)).reshape(shape)
@@ -121,17 +116,12 @@ def named_scaling(numbers: Any) -> Any:
     return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
 
 
-def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
-    """Returns ``scale_of`` to an op; the op returns the amax as the cotangent, after ``merge_amax``.
-
-    Then the "gradient" of the state is its ``next_state``. Use the scale in one op.
-    """
-    (scale,) = step_scales([quantizer], [state])
-    return scale
-
-
 def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[ScalingState]) -> list[jax.Array]:
-    """Returns ``step_scale`` of several states; the op returns the amaxes of all of them, or of none."""
+    """Returns ``scale_of`` each state to an op, which returns the amaxes of all of them, or of none.
+
+    An amax is the cotangent of its scale, after ``merge_amax``. Then the "gradient" of the state is its
+    ``next_state``. Use the scales in one op.
+    """
     with_digest = with_digests(states)
     histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in with_digest]
     return _step_scales(tuple(quantizers), [state.scale for state in with_digest], histories)
@@ -161,21 +151,15 @@ def _read_scales(quantizers: tuple[DelayedQuantizer, ...], digests: Scales, hist
 _step_scales = jax.custom_vjp(_read_scales, nondiff_argnums=(0,))
 
 
-def _step_scales_fwd(quantizers: Any, *states: Any) -> tuple[Scales, Scales]:
-    """Returns the scales, also as the residuals."""
-    scales = _read_scales(quantizers, *states)
-    return scales, scales
-
-
 @partial(jax.jit, static_argnums=0)
 def _step_scales_bwd(quantizers: Any, scales: Scales, amaxes: Scales) -> tuple[Scales, None]:
     """Returns the cotangents of the digests: the scales and the amaxes of this step."""
-    del quantizers
     numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
     return [to_digest(*three) for three in numbers], None
 
 
-_step_scales.defvjp(_step_scales_fwd, _step_scales_bwd)
+# The scales are the residuals, too.
+_step_scales.defvjp(lambda quantizers, *states: (_read_scales(quantizers, *states),) * 2, _step_scales_bwd)
 
 
 # The state after a step.

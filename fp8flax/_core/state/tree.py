@@ -138,10 +138,8 @@ class Places(NamedTuple):
 def merge_by_max(tree: Any) -> Any:
     """Makes ``jax.grad`` return the next state; returns the variables to call the model with.
 
-    Each scale is replaced by its digest. The cotangents of a digest merge by maximum, and the backward rule
-    computes the next state from them. Call it once, inside the differentiated function and before
-    ``apply``, as ``TrainState.apply_fn`` does. State that has entered before is returned unchanged, and so
-    are all other leaves.
+    Call it inside the differentiated function and before ``apply``, as ``TrainState.apply_fn`` does. The
+    backward rule of the digests computes the next state. All other leaves, and digests, stay as they are.
     """
     paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)

@@ -17,7 +17,7 @@ from fp8flax._core.state.state import (
     digest_of,
     next_state,
     scale_of,
-    step_scale,
+    step_scales,
 )
 from fp8flax._core.state.tree import enter, leave
 from tests import reference
@@ -95,7 +95,7 @@ def test_the_gradient_of_a_state_is_its_next_value(form):
         def scale(state, quantizer=quantizer):
             if form == "max":
                 state = {name: of_floats(fp32_max_grad, x) for name, x in state.items()}
-            return step_scale(quantizer, ScalingState(state["x_scale"], state["x_amax_history"]))
+            return step_scales([quantizer], [ScalingState(state["x_scale"], state["x_amax_history"])])[0]
 
         used, back = jax.vjp(scale, enter(tree) if form == "digest" else tree)
         (new,) = back(jnp.float32(7.0))
