@@ -239,8 +239,7 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             origin = Origin((Source(paths[kernel], rhs.shape),))
         if origin.sources:
             whole, part = shapes[origin.sources[0].path], origin.sources[0].shape
-            num_stacked = len(whole) - len(part)
-            stack = tuple(range(num_stacked)) if whole[num_stacked:] == part else None
+            stack = tuple(range(len(whole) - len(part)))
         with unwatched():
             return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
 
