@@ -103,7 +103,7 @@ class Origin(NamedTuple):
         """
         own = len(module)
         paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
-        different = dict.fromkeys(_text(path) + x.part for path, x in zip(paths, self.sources))
+        different = dict.fromkeys(name_of(path) + x.part for path, x in zip(paths, self.sources))
         axes, last = self.axes or (), len(self.sources[0].shape) - 1
         is_transposed = len(axes) > 1 and any(axes[i] == last for i in summed)
         return "-".join(different) + (self.part or "") + "-T" * is_transposed
@@ -141,7 +141,7 @@ class Origin(NamedTuple):
         return Origin(self.sources, part, axes, steps)
 
 
-def _text(path: tuple[str, ...]) -> str:
+def name_of(path: tuple[str, ...]) -> str:
     """Returns the path of a parameter as a text for the name of an op, which can be read in one way only.
 
     The keys are joined by ``-``. A ``~`` marks what would be read as something else: a ``-`` in a key, and

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
+from fp8flax._model.param_origin import name_of
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor, paired
 from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of
@@ -159,6 +161,21 @@ def _is_scale(path: Path) -> bool:
     return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
 
 
+def _scales_of(kernel: Path, leaves: Iterable[Path]) -> list[Path]:
+    """Returns the paths of the scales of a frozen kernel.
+
+    The op of a kernel that a module multiplies by itself has the name of the parameter behind that of its
+    kind. The op of a layer has no such name, and is the only one beside the kernel.
+    """
+    scales = [path for path in leaves if _is_scale(path)]
+    ops = {
+        kernel[:i]: re.compile(rf"(Fp8\w+Op_|fp8_|fp8-\w+-){re.escape(name_of(kernel[i:]))}(-T)*")
+        for i in range(len(kernel))
+    }
+    own = [path for path in scales if path[:-2] in ops and ops[path[:-2]].fullmatch(path[-2])]
+    return own or [path for path in scales if path[:-2] == kernel[:-1]]
+
+
 def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
     """Returns what a variable is made of and, for a frozen kernel, the scales beside it, or raises."""
     leaf, is_quantized = leaves[path], isinstance(tensor, CheckpointTensor)
@@ -173,7 +190,7 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     sources: Sources = {path: (tensor, is_swapped)}
     if not is_quantized or is_wide:
         return sources
-    scales = [p for p in leaves if _is_scale(p) and p[:-2] == path[:-1]]
+    scales = _scales_of(path, leaves)
     if not is_swapped or [p[-1] for p in scales].count(KERNEL_SCALE) != 1:
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "

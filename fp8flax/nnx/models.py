@@ -173,11 +173,14 @@ class ModuleCall(Interception):
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
-        origin, (path, _) = super().origin_of(value), self.modules[id(self.frames[-1].module)]
-        above = len(path)
-        if origin is None or any(source.path[:above] != path for source in origin.sources):
+        origin = super().origin_of(value)
+        if origin is None:
             return None
-        return origin._replace(sources=tuple(x._replace(path=x.path[above:]) for x in origin.sources))
+        # A variable that modules share has another path in each of them.
+        places = {id(x): path for path, x in nodes_of(self.frames[-1].module, nnx.Variable).items()}
+        below = [places.get(id(self._variables[source.path])) for source in origin.sources]
+        sources = [x._replace(path=path) for x, path in zip(origin.sources, below) if path is not None]
+        return origin._replace(sources=tuple(sources)) if len(sources) == len(below) else None
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""

@@ -555,3 +555,40 @@ def test_freeze_of_a_known_model_under_eval_shape():
     shapes = nnx.state(nnx.eval_shape(lambda: fp8nnx.freeze(nnx.clone(model), X)))
     expected = nnx.state(fp8nnx.freeze(model, X))
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
+
+
+class Products(nnx.Module):
+    """Kernels that its modules multiply by themselves: several in a module, of a child, and shared."""
+
+    def __init__(self, seed):
+        self.up, self.down = nnx.Param(normal(seed, 16, 8)), nnx.Param(normal(seed, 16, 8))
+        self.experts = nnx.Param(normal(seed, 2, 16, 8))
+        self.child = nnx.Linear(16, 8, rngs=nnx.Rngs(seed))
+        kernel = nnx.Param(normal(seed, 16, 8))
+        self.last = nnx.Dict(a=Last(kernel), b=Last(kernel))
+
+    def __call__(self, x):
+        h = x @ self.up[...] + nnx.tanh(x @ self.down[...]) + x @ self.child.kernel[...]
+        h += self.last.a(x) - self.last.b(3 + x)
+        return jnp.einsum("eri,eio->ro", jnp.stack([x, x]), self.experts[...]) + h
+
+
+class Last(nnx.Module):
+    def __init__(self, kernel):
+        self.kernel_of_all = kernel
+
+    def __call__(self, x):
+        return x @ self.kernel_of_all[...]
+
+
+def test_several_kernels_of_a_module_and_shared_ones(tmp_path):
+    """All are converted, stored in FP8, and found in a file again with their own scales."""
+    options = {"recipe": RECIPES["current"], "include": ".*", "exclude": "experts"}
+    model, blank = (fp8.quantize_model(Products(seed), ROWS, **options) for seed in (0, 1))
+    frozen, other = fp8.freeze(model, ROWS), fp8.freeze(blank, ROWS)
+    assert stored(frozen) == {"up", "down", "child/kernel", "last/a/kernel_of_all"}
+    np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
+    assert (other(ROWS) != frozen(ROWS)).any()
+    fp8.save_safetensors(tmp_path / "a", frozen)
+    fp8.load_into(other, fp8.read_checkpoint(tmp_path / "a"))
+    np.testing.assert_array_equal(other(ROWS), frozen(ROWS))
