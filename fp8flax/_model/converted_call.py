@@ -118,6 +118,13 @@ class Call(Interception):
         finally:
             self.frames.pop()  # JAX may keep the trace alive
 
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which contractions go to ``contract``, unless FP8 is switched off."""
+        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
+        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
+            return jax.named_scope(SWITCHED_OFF)
+        return super().watching()
+
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
         module, scope = context.module, context.module.scope
