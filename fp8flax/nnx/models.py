@@ -178,7 +178,7 @@ class ModuleCall(Interception):
             return None
         # A variable that modules share has another path in each of them.
         places = {id(x): path for path, x in nodes_of(self.frames[-1].module, nnx.Variable).items()}
-        below = [places.get(id(self._variables[source.path])) for source in origin.sources]
+        below = [places.get(id(self.variables[source.path])) for source in origin.sources]
         sources = [x._replace(path=path) for x, path in zip(origin.sources, below) if path is not None]
         return origin._replace(sources=tuple(sources)) if len(sources) == len(below) else None
 
