@@ -120,6 +120,9 @@ class Interception:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
         frame, impossible = self.frames[-1], row.unsupported(params)
+        sharding = {} if (given := params.get("out_sharding")) is None else {"out_sharding": given}
+        if restore is not None and sharding:
+            impossible = "its kernel is on the left, and the model gives the sharding of its result"
         if kernel is not None and left is None:
             name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
         else:
@@ -130,7 +133,7 @@ class Interception:
             frame.counts[product] += 1
 
         def by(op: Callable[..., jax.Array]) -> jax.Array:
-            out = op(lhs, rhs, *arguments)
+            out = op(lhs, rhs, *arguments, **sharding)
             return out if restore is None else restore(out)
 
         site = Site(

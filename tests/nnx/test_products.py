@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import mesh, normal
 from tests.nnx.layout import ops_of
 
 OWG = fp8nnx.OverwriteWithGradient
@@ -393,3 +395,30 @@ def test_switched_off_is_bit_equal():
         np.testing.assert_array_equal(model8(x), model(x))
         np.testing.assert_array_equal(run(model8, x), run(model, x))
         assert not fp8.report(model8, x).converted
+
+
+def test_products_with_the_sharding_of_their_results():
+    """The op shards its result as the model says; kernels on the left stay wide, with a reason."""
+
+    class Sharded(nnx.Module):
+        def __init__(self):
+            self.w, self.left = param(16, 8), param(4, 4)
+
+        def __call__(self, x):
+            y = jnp.matmul(x, self.w[...], out_sharding=P(None, "model"))
+            return jnp.matmul(self.left[...], y, out_sharding=P(None, "model"))
+
+    x = normal(0, 4, 16)
+    with jax.set_mesh(mesh(AxisType.Explicit, model=2)):
+        model = fp8.quantize_model(Sharded(), x, recipe=fp8.Float8CurrentScaling(), include=".*")
+        out, frozen = model(x), fp8.freeze(model, x)
+        assert jax.typeof(out).sharding.spec == P(None, "model")
+        np.testing.assert_array_equal(frozen(x), out)
+        of_w, of_left = fp8.report(model, x).rows
+    assert (of_w.converted, of_left.converted) == (True, False)
+    assert "on the left" in of_left.reason
+    assert set(ops_of(model)) == {"fp8_w"}
+    here = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())(
+        x, model.w[...], (((1,), (0,)), ((), ()))
+    )
+    np.testing.assert_allclose(out, model.left[...] @ here, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -236,8 +236,3 @@ class DotGeneral(Op):
             return lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
 
         return (((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore
-
-    @staticmethod
-    def unsupported(params: Mapping[str, Any]) -> str | None:
-        is_given = params.get("out_sharding") is not None
-        return "the model gives the sharding of its result (out_sharding)" if is_given else None
