@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.stand_in import StandIn, read_stored
+from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import path_names
@@ -36,7 +36,7 @@ from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import (
     Path,
-    Recording,
+    Reading,
     SeenOp,
     ServedOp,
     check_codes,
@@ -203,10 +203,11 @@ def _freeze_linen(
     rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
     seen, read = dict[Path, SeenOp](), set[Path]()
 
-    class RecordingCall(Recording, Call):
+    class RecordingCall(Reading, Call):
         """A call in the trace; it records the ops that run."""
 
-        reads = read
+        def on_read(self, path: Path) -> None:
+            read.add(path)
 
         def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
             return as_own_arrays(variables) if by_hand else super().put_in(variables)
@@ -304,7 +305,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
     setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
 
 
-class ServingCall(Call):
+class ServingCall(Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
     def __init__(self, serving: Serving, model: Any) -> None:
@@ -312,6 +313,11 @@ class ServingCall(Call):
         self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
         self._shapes = dict[Path, tuple[int, ...]]()
         """The shapes of the scales of one layer, by their paths."""
+
+    def on_read(self, path: Path) -> None:
+        """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
+        if path in {(*self.path, *op.kernel) for op in self._ops.values() if op.kernel}:
+            raise refuse(path)
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the collections of the caller as the method sees them, with boxes around codes."""

@@ -83,19 +83,21 @@ class ServedOp(NamedTuple):
     """The axes along which layers are stacked in the kernel. In the scales they are always the first."""
 
 
-class Recording(Interception):
-    """The calls that ``freeze`` traces: they record which parameters other code than an op reads."""
+class Reading(Interception):
+    """Calls that know which parameters other code than an op reads."""
 
-    reads: set[Path]
-    """The paths of these parameters, as the frames of the call see them."""
+    def on_read(self, path: Path) -> None:
+        """Is called for each parameter that is read, with its path as the frames of the call see it."""
+        raise NotImplementedError
 
     def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
-        """Computes a primitive, and records its operands, unless it moves them or holds programs."""
+        """Computes a primitive, which reads its operands unless it moves them or holds programs."""
         holds_programs = any("jaxpr" in name or name == "branches" for name in params)
         if not (primitive.name in MOVEMENTS or holds_programs):
-            origins = (self.origins.of(x) or Origin() for x in operands)
-            self.reads |= {source.path for origin in origins for source in origin.sources}
-        return front.compute(primitive, operands, params)
+            for origin in (self.origins.of(x) or Origin() for x in operands):
+                for source in origin.sources:
+                    self.on_read(source.path)
+        return super().compute(front, primitive, operands, params)
 
 
 def leaves_of(tree: Any) -> Arrays:

@@ -24,7 +24,7 @@ from fp8flax._serve.freeze import IS_FROZEN, Calls
 from fp8flax._serve.stored_op import (
     INPUT_SCALE,
     Path,
-    Recording,
+    Reading,
     SeenOp,
     ServedOp,
     computed,
@@ -72,11 +72,17 @@ class ReadStored:
         return read_stored(codes, self.dtype, self.source)
 
 
-class ServingCall(ModuleCall):
+class ServingCall(Reading, ModuleCall):
     """One call of a method of a frozen module, which has stored kernels."""
 
     can_be_off = False
     kernels = nnx.Param, Frozen
+
+    def on_read(self, path: Path) -> None:
+        """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
+        hook = self.variables[path].get_metadata().get("on_get_value")
+        if isinstance(hook, ReadStored):
+            raise refuse(hook.source)
 
 
 class FrozenOp(nnx.Module):
@@ -183,13 +189,15 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     """
     seen, read, running = dict[Path, SeenOp](), set[Path](), list[Any]()
 
-    class RecordingCall(Recording, ModuleCall):
+    class RecordingCall(Reading, ModuleCall):
         """A call of a method in the trace."""
 
         def __init__(self, module: Any) -> None:
             super().__init__(module)
-            self.reads = set()
             running.append(self)
+
+        def on_read(self, path: Path) -> None:
+            read.add(self.variables[path].fp8_path)
 
     def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
         lhs, rhs = _values((lhs, rhs))
@@ -227,7 +235,6 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
             merged: Any = nnx.merge(graphdef, state)
             out.append(getattr(merged, name)(*args, **kwargs))
             left += ((path, x.get_raw_value()) for path, x in nodes_of(merged, nnx.Variable).items())
-            read.update(one.variables[path].fp8_path for one in running for path in one.reads)
             running.clear()  # no tracer may outlive its trace
         # A kernel may remain in its own variable; it must not be in an output or another variable.
         kernels = {source.path for op in seen.values() for source in op.kernel.sources}

@@ -274,6 +274,9 @@ class Einsum(nnx.Module):
     def __call__(self, x):
         return jnp.einsum(self.eqn, x, self.w)  # the variable itself
 
+    def norm(self):
+        return sum(jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in jax.tree.leaves(nnx.state(self)))
+
     def penalty(self):
         return jnp.sum(self.w[...] ** 2)
 
@@ -353,6 +356,7 @@ def test_what_freeze_did_not_see():
     frozen = fp8.freeze(model, ROWS)
     for call in (
         frozen.gate.penalty,
+        frozen.gate.norm,
         partial(frozen.gate.first_half, ROWS),
         partial(nnx.jit(lambda model: model.gate.penalty()), frozen),
     ):

@@ -384,7 +384,11 @@ class TestOtherCalls:
         """If freeze traces the method, too, the kernel stays wide."""
         model8, variables = trained(Penalized(), self.x)
         serve, served = fp8.freeze(model8, variables, self.x)
-        for method in ("penalty", lambda m: jnp.sum(jnp.abs(m.layer.variables["params"]["kernel"]))):
+        for method in (
+            "penalty",
+            lambda m: jnp.sum(jnp.abs(m.layer.variables["params"]["kernel"])),
+            lambda m: [jnp.sum(x.astype(x.dtype)) for x in jax.tree.leaves(m.layer.variables["params"])],
+        ):
             with pytest.raises(ValueError, match="layer/kernel is stored in FP8"):
                 serve.apply(served, method=method)
         with pytest.warns(UserWarning, match=READ):
