@@ -140,8 +140,10 @@ class ModuleCall(Interception):
     def __init__(self, module: Any) -> None:
         super().__init__()
         nodes = nodes_of(module, nnx.Module, nnx.Variable)
-        self.modules = {id(x): (path, x) for path, x in nodes.items() if isinstance(x, nnx.Module)}
-        """The modules that are a part of the call, with their paths, by their identities."""
+        self.modules = {id(x): x for x in nodes.values() if isinstance(x, nnx.Module)}
+        """The modules that are a part of the call, by their identities."""
+        self._below: list[dict[tuple[str, ...], tuple[str, ...]]] = []
+        """For each frame, the paths of variables in its module, by their first paths in the call."""
         self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
         for x in self.variables.values():
             if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
@@ -157,12 +159,12 @@ class ModuleCall(Interception):
         """A context in which a method of a module runs."""
         is_new = not self.frames or self.frames[-1].module is not module  # the methods share a frame
         if is_new:
-            path, _ = self.modules[id(module)]
-            for keys, x in self.variables.items():
-                if keys[: len(path)] == path:  # transformations may have written a new array into it
-                    is_kernel = isinstance(x, self.kernels)
-                    kind = "" if is_kernel else f"a variable of the type {type(x).__name__}"
-                    self.origins.add([(keys, x.get_raw_value())], kind)
+            below = {id(x): path for path, x in nodes_of(module, nnx.Variable).items()}
+            own = {path: x for path, x in self.variables.items() if id(x) in below}
+            for path, x in own.items():  # transformations may have written a new array into it
+                kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
+                self.origins.add([(path, x.get_raw_value())], kind)
+            self._below.append({path: below[id(x)] for path, x in own.items()})
             self.frames.append(Frame(module, "" if method == "__call__" else method))
         try:
             with in_module(module._fp8_path if self._dry_run else None):
@@ -170,17 +172,14 @@ class ModuleCall(Interception):
         finally:
             if is_new:
                 self.frames.pop()
+                self._below.pop()
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
-        origin = super().origin_of(value)
-        if origin is None:
+        origin, below = super().origin_of(value), self._below[-1]
+        if origin is None or any(source.path not in below for source in origin.sources):
             return None
-        # A variable that modules share has another path in each of them.
-        places = {id(x): path for path, x in nodes_of(self.frames[-1].module, nnx.Variable).items()}
-        below = [places.get(id(self.variables[source.path])) for source in origin.sources]
-        sources = [x._replace(path=path) for x, path in zip(origin.sources, below) if path is not None]
-        return origin._replace(sources=tuple(sources)) if len(sources) == len(below) else None
+        return origin._replace(sources=tuple(x._replace(path=below[x.path]) for x in origin.sources))
 
     def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
         """Computes a contraction by the op of the module for it, if there is one."""
