@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from dataclasses import fields
@@ -158,8 +157,9 @@ def quantize_model(
             # nnx.Rngs(fp8=seed) is for FP8 ops only.
             given |= set() if rngs is None or RNG in getattr(rngs, "__dict__", {}) else {"rngs"}
             _check_inputs(model, inputs, keyword_inputs, given)
-        quantize = importlib.import_module("fp8flax.nnx.models").quantize
-        return quantize(model, inputs, keyword_inputs, options, rngs)
+        from fp8flax._model import nnx
+
+        return nnx.quantize(model, inputs, keyword_inputs, options, rngs)
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
         raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -138,7 +137,9 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         1 of 2 contractions are converted (99.9 % of their FLOPs).
     """
     if is_nnx(model):
-        return importlib.import_module("fp8flax.nnx.models").report(model, *args, **kwargs)
+        from fp8flax._model import nnx
+
+        return nnx.report(model, *args, **kwargs)
     if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     decided: dict[Hashable, Site] = {}

@@ -11,7 +11,6 @@ wide.)
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
@@ -135,8 +134,9 @@ def freeze(
     """
     check_bool("weight_only", weight_only)
     if is_nnx(model):
-        calls = _calls(model, args, kwargs, methods)
-        return importlib.import_module("fp8flax.nnx.freezing").freeze(model, calls, weight_only)
+        from fp8flax._serve import nnx
+
+        return nnx.freeze(model, _calls(model, args, kwargs, methods), weight_only)
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
     if isinstance(getattr(model, "_fp8_make_call", None), Serving):
@@ -153,8 +153,9 @@ def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, An
     Scaling state and NNX's random number generators are left out.
     """
     if is_nnx(model):
-        ops, arrays = importlib.import_module("fp8flax.nnx.freezing").described(model, variables)
-        return ops, arrays
+        from fp8flax._serve import nnx
+
+        return nnx.described(model, variables)
     if not isinstance(getattr(model, "_fp8_make_call", None), Serving):
         raise wrong_model(model, "come from fp8flax.freeze")
     check_variables(variables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -71,8 +70,9 @@ def calibrate(
     check_function("fun", fun, "model.apply")
     nnx = sys.modules.get("flax.nnx")  # imported only if the user has
     if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
-        kind = importlib.import_module("fp8flax.nnx.ops").OverwriteWithGradient
-        graphdef, state, rest = nnx.split(variables, kind, ...)
+        from fp8flax._nnx.ops import OverwriteWithGradient
+
+        graphdef, state, rest = nnx.split(variables, OverwriteWithGradient, ...)
 
         def of_variables(variables: Any, batch: Any) -> Any:
             # A copy has variables of this trace, to which fun may write.

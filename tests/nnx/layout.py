@@ -3,7 +3,7 @@
 import flax.linen as nn
 from flax import nnx
 
-from fp8flax.nnx.ops import Fp8Op
+from fp8flax._nnx.ops import Fp8Op
 
 
 def ops_of(model):

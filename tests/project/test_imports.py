@@ -1,13 +1,15 @@
-"""A folder imports only from folders before it, and only ``_compat`` uses private parts of JAX and Flax."""
+"""A folder imports only from folders before it, files do not import each other in a circle, and only ``_compat`` uses
+private parts of JAX and Flax. Imports inside of functions count."""
 
 import ast
+import graphlib
 
 import pytest
 
 from tests import ROOT
 
 PACKAGE = ROOT / "fp8flax"
-FOLDERS = ("_compat", "_core", "_linen", "_train", "_audit", "_model", "_serve", "nnx", "demo")
+FOLDERS = ("_compat", "_core", "_audit", "_linen", "_nnx", "_model", "_train", "_serve", "nnx", "demo")
 PRIVATE = ("jax._src.", "jax.interpreters.", "jax.extend.", "flax.core.lift.", "flax.core.scope.")
 
 
@@ -33,3 +35,16 @@ def test_imports_of_a_folder(folder):
 
 def test_every_folder_is_listed():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS)
+
+
+def test_no_circle_of_files():
+    files = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in PACKAGE.rglob("*.py")
+    }
+
+    def imported(path):
+        prefixes = {name.rsplit(".", i)[0] for name in names_in(path) for i in range(2)}
+        return prefixes & (files.keys() - {"fp8flax", "fp8flax.nnx"})
+
+    graphlib.TopologicalSorter({name: imported(path) for name, path in files.items()}).prepare()

@@ -40,8 +40,8 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.wrapped_module import subclass_of
-from fp8flax.nnx import ops
-from fp8flax.nnx.ops import Fp8Op, plain_of
+from fp8flax._nnx import ops
+from fp8flax._nnx.ops import Fp8Op, plain_of
 
 ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
 """The reason for contractions that ``quantize_model`` has not seen in a call."""

@@ -19,7 +19,9 @@ from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
+from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
+from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve.freeze import IS_FROZEN, Calls
 from fp8flax._serve.stored_op import (
     INPUT_SCALE,
@@ -33,8 +35,6 @@ from fp8flax._serve.stored_op import (
     not_seen,
     record,
 )
-from fp8flax.nnx.models import ModuleCall, has_methods, nodes_of, watch
-from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 
 
 class Frozen(nnx.Variable[Any]):

@@ -15,9 +15,9 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import line_search
 from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import enter, from_max, leave
+from fp8flax._nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
-from fp8flax.nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 
 
 class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
