@@ -1,0 +1,1 @@
+"""Ops as modules of Flax NNX."""
