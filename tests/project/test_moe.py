@@ -27,7 +27,7 @@ def names_after(number):
     return run([BLOCKS[number]], "docs/moe.md", dict(before))
 
 
-ROUTING, LINEN, SERVE, NNX = range(4)
+ROUTING, LINEN, NNX = range(3)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -116,7 +116,7 @@ def bytes_of(tree):
 
 @pytest.mark.long
 def test_the_frozen_linen_layer_is_small():
-    page = names_after(SERVE)
+    page = names_after(LINEN)
     model, x, variables = page["model"], page["x"], page["state"].params
     serve, served = page["serve_model"], page["serve_variables"]
     assert bytes_of(served) <= 0.36 * bytes_of(variables["params"])
