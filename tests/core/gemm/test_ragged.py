@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import ragged, tiled_gemm_hopper
+from fp8flax._core.gemm import dispatch, hopper, hopper_kernel
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
@@ -18,8 +18,7 @@ from tests.core.gemm.test_groups import bounds
 
 E4M3 = jnp.float8_e4m3fn
 SQUARE = fp8.Float8BlockScaling(use_f32_scales=True).gemms.forward
-ON_HOPPER = ragged.grouped_products, ragged.grouped_sums
-IN_TILES = ragged._products_in_tiles, ragged._sums_in_tiles
+ON_HOPPER, IN_TILES = (backend.compute for backend in dispatch.FOR_EXPERTS)
 QUANTIZERS = {
     "tensorwise": (fp8.CurrentQuantizer(dtype=E4M3),) * 2,
     "axiswise": (fp8.CurrentQuantizer(dtype=E4M3, granularity="axiswise"),) * 2,
@@ -35,7 +34,7 @@ def quantized(quantizer, x, axis):
     return quantizer.quantize(jnp.asarray(x), dims(x, axis))
 
 
-def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
+def check_ragged_dots(multiply, name, rows, sizes, depth, columns, out_dtype):
     """No NaN of a row leaves the row, or its group in a sum; no NaN of a kernel reaches rows of others.
 
     Rows of no expert are zeros.
@@ -55,15 +54,15 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
     x[spans[-1][0] :] = g[spans[-1][0] :] = 0
     of_operands, tolerance = np.dtype(jnp.bfloat16), 2e-6 if out_dtype == jnp.float32 else 2**-8
 
-    def run(f, contract, a, b):
+    def run(contract, a, b):
         dtypes = of_operands, of_operands, np.dtype(out_dtype)
-        program = jax.jit(partial(f, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
+        program = jax.jit(partial(multiply, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
         out = program(a, b, np.array(sizes))
         assert "kept_wide" not in program.lower(a, b, np.array(sizes)).as_text(debug_info=True)
         assert out.dtype == out_dtype
         return np.asarray(out, np.float64)
 
-    out = run(functions[0], 1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
+    out = run(1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
     assert out.shape == (rows, columns)
     is_nan = np.zeros(out.shape, bool)
     is_nan[poisoned] = is_nan[slice(*spans[spoiled]), 3] = True
@@ -76,7 +75,7 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
             assert error_of_product(out[kept], left[kept] @ kernel, left[kept], kernel) <= tolerance
     assert not out[slice(*spans[-1])].any()
 
-    out = run(functions[1], 0, *(quantized(of_rows, a, 0) for a in (x, g)))
+    out = run(0, *(quantized(of_rows, a, 0) for a in (x, g)))
     assert out.shape == (experts, depth, columns)
     left, right = (with_reference(of_rows, a, 0) for a in (x, g))
     for e, (start, end) in enumerate(spans[:-1]):
@@ -102,7 +101,7 @@ FIRST, *OTHERS = CASES
 
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
 def test_ragged_dots_on_hopper(case, monkeypatch):
-    monkeypatch.setattr(ragged, "tiled_gemm", tiled_gemm_in_jax)
+    monkeypatch.setattr(hopper, "tiled_gemm", tiled_gemm_in_jax)
     check_ragged_dots(ON_HOPPER, *CASES[case])
 
 
@@ -115,9 +114,9 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
     """With the GPU kernel in the interpreter, which compiles it anew for each core."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    kernel = partial(tiled_gemm_hopper.tiled_gemm, interpret=InterpretGPUParams())
-    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-    monkeypatch.setattr(ragged, "tiled_gemm", kernel)
+    kernel = partial(hopper_kernel.tiled_gemm, interpret=InterpretGPUParams())
+    monkeypatch.setattr(hopper_kernel, "num_cores", lambda: 1)
+    monkeypatch.setattr(hopper, "tiled_gemm", kernel)
     check_ragged_dots(ON_HOPPER, *CASES[FIRST])
 
 

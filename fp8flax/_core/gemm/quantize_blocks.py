@@ -1,29 +1,27 @@
-"""Quantizes a tensor in blocks, for both GEMMs that it enters: by one GPU kernel on Hopper and Ada."""
+"""Our GPU kernel that quantizes a tensor in blocks for both GEMMs that it enters, and its reference."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import string
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
-from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, fits_kernels
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
+from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
 from fp8flax._core.quantize import divided, inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
-Pair = tuple[QTensor, QTensor]
+Pair: TypeAlias = tuple[QTensor, QTensor]
+
+Ref: TypeAlias = Any
+"""A reference to memory of the GPU, in Pallas."""
 
 
 class Cast(NamedTuple):
@@ -40,71 +38,37 @@ class Cast(NamedTuple):
         """Returns what the second GEMM contracts: the other ones."""
         return self.first._replace(contract=self.first.free)
 
-    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Returns the shape of the tensor as a stack of matrices."""
-        batch = self.first.num_batch
-        behind = batch + len(min(self.first.contract, self.second.contract))
-        return math.prod(shape[:batch]), math.prod(shape[batch:behind]), math.prod(shape[behind:])
+        return max(self.first, self.second, key=lambda dims: dims.contract).matrices(shape)
 
 
-def quantize_blocks(cast: Cast, x: jax.Array) -> Pair:
-    """Returns a tensor quantized for its first GEMM, and for its second GEMM.
-
-    Under ``jax.vmap`` the batch becomes a batch dimension.
-    """
-    quantize = custom_vmap(partial(_quantize, cast))
-
-    @quantize.def_vmap
-    def _(size: int, is_batched: Any, x: jax.Array) -> Any:
-        made = quantize_blocks(cast._replace(first=cast.first.batched()), x)
-        # The blocks are those of one tensor of the batch.
-        pair = tuple(dataclasses.replace(q, block=q.block[1:]) for q in made)
-        return pair, jax.tree.map(lambda _: True, pair)
-
-    return quantize(x)
-
-
-def _quantize(cast: Cast, x: jax.Array) -> Pair:
-    """Quantizes in the way of the device that the program is for."""
-    quantizer, capability, sizes = cast.quantizer, compute_capability(), cast.matrix(x.shape)
-    reference, by_kernel = partial(_by_xla, cast), partial(_by_kernel, cast)
-    if not (capability and are_positive(sizes) and quantizer.block[0] in (1, quantizer.block[1])):
-        return reference(x)
-    has_kernel = (
+def supports(
+    quantizer: BlockQuantizer, sizes: tuple[int, int, int], dtype: np.dtype, capability: float
+) -> bool:
+    """Returns whether a GPU quantizes a stack of matrices by the kernel."""
+    batch, rows, columns = sizes
+    return (
         NATIVE_FP8 <= capability < NATIVE_MX  # Blackwell does not need the kernel
-        and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
+        and quantizer.block in ((1, SCALE_COLUMNS), (SCALE_COLUMNS, SCALE_COLUMNS))
         and quantizer.scale_columns is not None  # scales in float32
-        and fits_kernels((sizes[0], *map(round_up, sizes[1:])))
-        and x.dtype.itemsize <= 4  # the kernel computes in float32
+        and fits_kernels((batch, round_up(rows, TILE), round_up(columns, TILE)))
+        and dtype.itemsize <= 4  # the kernel computes in float32
     )
 
-    def of_parts(x: jax.Array) -> Pair:
-        # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
-        # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
-        # codes of a kernel with square blocks, which serves both GEMMs.
-        one, name = reference, ""
-        if has_kernel and not any(size % BLOCK for size in sizes[1:]):
-            one, name = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
-        letters = string.ascii_lowercase[: x.ndim]
-        first, second = on_shards(one, [letters], (letters, letters), name)(x)
-        return first, first if quantizer.serves_both else second
 
-    on_gpu = partial(unless_partitioned, by_kernel if has_kernel else reference, of_parts, reference)
-    return lax.platform_dependent(x, cuda=on_gpu, default=reference)
-
-
-def _by_xla(cast: Cast, x: jax.Array) -> Pair:
+def reference(cast: Cast, x: jax.Array) -> Pair:
     """Quantizes in plain JAX."""
     x = inf_to_nan(x) if cast.inf_is_nan else x
     first = cast.quantizer.quantize(x, cast.first)
     return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.second)
 
 
-def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
+def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
     """Quantizes by the GPU kernel. With ``shares_codes`` both results have the codes in the same order."""
-    quantizer, (batch, rows, columns) = cast.quantizer, cast.matrix(x.shape)
+    quantizer, (batch, rows, columns) = cast.quantizer, cast.matrices(x.shape)
     along_columns, along_rows = block_quantize(
-        padded(x.reshape(batch, rows, columns), (batch, round_up(rows), round_up(columns))),
+        padded(x.reshape(batch, rows, columns), (batch, round_up(rows, TILE), round_up(columns, TILE))),
         quantizer,
         inf_is_nan=cast.inf_is_nan,
     )
@@ -115,7 +79,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
         """Returns the tensor for a GEMM from the padded matrices."""
         block = dims.block(quantizer.block)
         blocks = tuple(-(-size // width) for size, width in zip(x.shape, block))
-        _, num_rows, num_columns = cast.matrix(blocks)
+        _, num_rows, num_columns = cast.matrices(blocks)
         codes, scale = codes[:, :rows, :columns], scale[:, :num_rows, :num_columns]
         return QTensor(codes.reshape(x.shape), scale.reshape(blocks), quantizer, block)
 
@@ -151,10 +115,10 @@ def block_quantize(
     from jax.experimental.pallas import triton
 
     batch, rows, columns = x.shape
-    row_blocks, column_blocks = rows // BLOCK, columns // BLOCK
-    is_square, cast = quantizer.block[0] == BLOCK, partial(_cast, quantizer)
+    row_blocks, column_blocks = rows // TILE, columns // TILE
+    is_square, cast = quantizer.block[0] == TILE, partial(_cast, quantizer)
 
-    def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, other_scales: Any) -> None:
+    def kernel(x_ref: Ref, codes: Ref, transposed: Ref, scales: Ref, other_scales: Ref) -> None:
         values = x_ref[...].astype(jnp.float32)
         is_finite = jnp.abs(values) <= np.finfo(np.float32).max
         finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
@@ -165,7 +129,7 @@ def block_quantize(
         of_columns, scale = cast(values, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
         transposed[...], other_scales[...] = of_columns.T, scale
 
-    def out(height: int, width: int, dtype: Any) -> Any:
+    def out(height: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         axes = jax.typeof(x).manual_axis_type
         return jax.ShapeDtypeStruct((batch, height, width), dtype, manual_axis_type=axes)
 
@@ -174,7 +138,7 @@ def block_quantize(
         return pl.BlockSpec((None, height, width), index)
 
     # The kernel writes scales with the block dimension first, the layout that the Hopper kernel reads.
-    one = (1, 1) if is_square else (1, BLOCK)
+    one = (1, 1) if is_square else (1, TILE)
     scale_rows, scale_columns = (row_blocks, column_blocks) if is_square else (rows, columns)
     codes, transposed, scale, other_scale = pl.pallas_call(
         kernel,
@@ -185,10 +149,10 @@ def block_quantize(
             out(row_blocks, scale_columns, jnp.float32),
         ],
         grid=(batch, row_blocks, column_blocks),
-        in_specs=[tile(BLOCK, BLOCK)],
+        in_specs=[tile(TILE, TILE)],
         out_specs=[
-            tile(BLOCK, BLOCK),
-            tile(BLOCK, BLOCK, is_transposed=True),
+            tile(TILE, TILE),
+            tile(TILE, TILE, is_transposed=True),
             tile(*one, is_transposed=True),
             tile(*one),
         ],
