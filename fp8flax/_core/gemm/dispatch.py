@@ -45,24 +45,18 @@ class Backend(NamedTuple):
     """The scope by which the audit recognizes the product on each GPU of a mesh."""
 
 
-BACKENDS = (
+IN_FP8 = (
     Backend(cublaslt.supports, cublaslt.compute),
     Backend(blackwell.supports, blackwell.compute),
     Backend(hopper.supports, hopper.compute, BLOCK_GEMM_HOPPER),
-    EMULATED := Backend(emulated.supports, emulated.compute, DEQUANTIZED),
 )
+BACKENDS = (*IN_FP8, Backend(lambda *case: True, emulated.compute, DEQUANTIZED))
 """The backends for GEMMs, in the order of preference. For those of experts see ``FOR_EXPERTS``."""
 
 
 def backend_of(gemm: Gemm, a: QTensor, b: QTensor, backends: Sequence[Backend] = BACKENDS) -> Backend:
     """Returns the backend by which the GPU that JAX compiles for multiplies two operands."""
-    return _backend(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), backends)
-
-
-def _backend(
-    gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, backends: Sequence[Backend] = BACKENDS
-) -> Backend:
-    case = gemm, lhs, rhs, sizes, compute_capability()
+    case = gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()
     return next(backend for backend in backends if backend.supports(*case))
 
 
@@ -70,14 +64,17 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
     if absent_gpu() is not None:
         return
-    kind, dtype = jax.devices()[0].device_kind, np.dtype(jnp.bfloat16)
-    gemm, sizes = Gemm(Dims(2, (1,)), Dims(2, (0,)), dtype, dtype, dtype), GemmSizes(1, TILE, TILE, TILE)
-    if compute_capability() < NATIVE_FP8:
+    capability, kind = compute_capability(), jax.devices()[0].device_kind
+    gemm = Gemm(Dims(2, (1,)), Dims(2, (0,)), *[np.dtype(jnp.bfloat16)] * 3)
+    cases = [
+        (gemm, x.lhs, x.rhs, GemmSizes(1, TILE, TILE, TILE), capability) for x in recipes if x.lhs and x.rhs
+    ]
+    if capability < NATIVE_FP8:
         text = (
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif any(_backend(gemm, x.lhs, x.rhs, sizes) is EMULATED for x in recipes if x.lhs and x.rhs):
+    elif not all(any(backend.supports(*case) for backend in IN_FP8) for case in cases):
         text = (
             f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
@@ -102,7 +99,7 @@ def multiply(gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Array:
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     on_gpu = partial(backend_of(gemm, a, b).compute, gemm)
-    other = partial(emulated.reference, gemm)
+    other = partial(emulated.compute, gemm, on_gpu=False)
     return no_derivative(partial(lax.platform_dependent, cuda=on_gpu, default=other))(a, b)
 
 
@@ -149,16 +146,15 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         sum_dtype = gemm.out_dtype if keeps_dtype else sum_dtype_of(gemm.out_dtype)
         of_blocks = (dataclasses.replace(x, tensor_scale=None) for x in (a, b))
         return scaled(gemm, _without_vmap(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
-    reference, wide = partial(emulated.reference, gemm), partial(emulated.compute, gemm)
-    if not compute_capability():
-        return lax.platform_dependent(a, b, cuda=wide, default=reference)
+    in_xla = on_gpu = partial(emulated.compute, gemm)
 
     def of_part(a: QTensor, b: QTensor) -> jax.Array:
         return backend_of(gemm, a, b).compute(gemm, a, b)
 
-    of_parts = on_shards(of_part, *named_dims(gemm, a, b), backend_of(gemm, a, b).scope)
-    on_gpu = partial(unless_partitioned, of_part, of_parts, wide)
-    return lax.platform_dependent(a, b, cuda=on_gpu, default=reference)
+    if compute_capability():
+        of_parts = on_shards(of_part, *named_dims(gemm, a, b), backend_of(gemm, a, b).scope)
+        on_gpu = partial(unless_partitioned, of_part, of_parts, in_xla)
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
 
 def named_dims(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[list[NamedDims], list[NamedDims]]:
@@ -174,7 +170,7 @@ def named_dims(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[list[NamedDims], lis
 
 FOR_EXPERTS = (
     Backend(hopper.supports_experts, hopper.compute_experts, GROUPED_GEMM),
-    IN_TILES := Backend(emulated.supports, partial(ragged.compute, multiply)),
+    Backend(lambda *case: True, partial(ragged.compute, multiply)),
 )
 """The backends for the products of experts, in the order of preference."""
 
@@ -196,7 +192,7 @@ def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Arr
 
 def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies in the way of the device that the program is for."""
-    in_tiles = partial(IN_TILES.compute, gemm)
+    in_tiles = partial(FOR_EXPERTS[-1].compute, gemm)
     if not (
         compute_capability()
         and isinstance(a, QTensor)

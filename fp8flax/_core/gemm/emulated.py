@@ -6,8 +6,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm, scale_in_result, scaled, sum_dtype_of
 from fp8flax._core.names import DEQUANTIZED
@@ -31,37 +31,19 @@ def multiply_wide(scope: str, gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Arr
         return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
 
 
-def reference(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies in float32 (in float64 for a float64 result): codes, or dequantized values of blocks.
+def compute(gemm: Gemm, a: QTensor, b: QTensor, *, on_gpu: bool = True) -> jax.Array:
+    """Multiplies the codes, or with scales per block the dequantized values.
 
-    Float32 holds the products of codes exactly. Their sums are then multiplied by the scales.
+    Codes are multiplied in float32 (float64 for a float64 result), which holds their products exactly. So
+    are the values of blocks, but a GPU multiplies them in bfloat16, if it holds the values exactly.
     """
-    wide = sum_dtype_of(gemm.out_dtype)
-    if a.block:
-        return _dequantized(gemm, wide, a, b)
-    return scaled(gemm, gemm.dot(a.codes.astype(wide), b.codes.astype(wide), wide), a, b)
-
-
-def supports(*case: object) -> bool:
-    """Returns True: every device multiplies all operands so."""
-    return True
-
-
-def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies on a GPU without units for these operands: in bfloat16, if it holds the values of blocks.
-
-    All other operands are multiplied as by ``reference``.
-    """
+    wide = dtype = sum_dtype_of(gemm.out_dtype)
     if not a.block:
-        return reference(gemm, a, b)
-    is_exact = a.quantizer.is_exact_in_bfloat16 and b.quantizer.is_exact_in_bfloat16
-    return _dequantized(gemm, jnp.bfloat16 if is_exact else jnp.float32, a, b)
-
-
-def _dequantized(gemm: Gemm, dtype: DTypeLike, a: QTensor, b: QTensor) -> jax.Array:
-    """Dequantizes both operands to a wide dtype and multiplies them."""
-    sum_dtype = sum_dtype_of(dtype)
+        return scaled(gemm, gemm.dot(a.codes.astype(wide), b.codes.astype(wide), wide), a, b)
+    if on_gpu:
+        is_exact = a.quantizer.is_exact_in_bfloat16 and b.quantizer.is_exact_in_bfloat16
+        dtype, wide = np.dtype(jnp.bfloat16 if is_exact else jnp.float32), np.dtype(jnp.float32)
     # GPUs would round operands in float32 to TF32.
-    precision = lax.Precision.HIGHEST if dtype == sum_dtype else lax.Precision.DEFAULT
-    wide = Gemm(gemm.lhs, gemm.rhs, dtype, dtype, sum_dtype, precision=precision)
-    return multiply_wide(DEQUANTIZED, wide, a, b).astype(gemm.out_dtype)
+    precision = lax.Precision.HIGHEST if dtype == wide else lax.Precision.DEFAULT
+    values = Gemm(gemm.lhs, gemm.rhs, dtype, dtype, wide, precision=precision)
+    return multiply_wide(DEQUANTIZED, values, a, b).astype(gemm.out_dtype)

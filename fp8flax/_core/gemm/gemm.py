@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ Accumulation: TypeAlias = Literal["fast", "exact", "default"]
 """The words of ``GemmRecipe.accumulation``. The sums of ``"exact"`` are not exact: it is Transformer
 Engine's split accumulator, which promotes partial sums to float32."""
 
-Precision: TypeAlias = lax.PrecisionLike | lax.DotAlgorithmPreset
+Ref: TypeAlias = Any
+"""A reference to memory of the GPU, in Pallas."""
 
 TILE = 128
 """The number of rows, and of columns, of the tiles in which our GPU kernels compute a result."""
@@ -70,7 +71,11 @@ class Gemm(NamedTuple):
         return GemmSizes(batch, m, k, self.rhs.matrices(b.shape)[1])
 
     def dot(
-        self, a: jax.Array, b: jax.Array, dtype: DTypeLike, precision: Precision = lax.Precision.DEFAULT
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        dtype: DTypeLike,
+        precision: lax.PrecisionLike = lax.Precision.DEFAULT,
     ) -> jax.Array:
         """Returns ``lax.dot_general`` of two arrays, in ``dtype``."""
         batch = tuple(range(self.lhs.num_batch))

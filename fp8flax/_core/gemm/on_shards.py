@@ -33,8 +33,7 @@ class NamedDims(NamedTuple):
     """Whether the way in which XLA has split this array decides how devices split the dimensions."""
 
 
-Arrays: TypeAlias = Sequence[tuple[NamedDims, jax.ShapeDtypeStruct]]
-"""Arrays with their names; in ``custom_partitioning`` their types have a ``sharding``."""
+Named: TypeAlias = Sequence[tuple[NamedDims, jax.ShapeDtypeStruct]]
 
 
 def on_shards(
@@ -71,10 +70,8 @@ def on_shards(
 
     def run(*args: PyTree) -> PyTree:
         made = jax.eval_shape(kernel, *args)
-        tensors = [
-            *zip(operands, args, strict=True),
-            *zip(results, jax.tree.leaves(made, is_leaf=_is_quantized), strict=True),
-        ]
+        of_results = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, QTensor))
+        tensors = [*zip(operands, args, strict=True), *zip(results, of_results, strict=True)]
         partial_blocks = {
             name
             for (names, _), x in tensors
@@ -118,10 +115,6 @@ def on_devices(
         return made, jax.tree.map(lambda _: True, made)
 
     return run
-
-
-def _is_quantized(x: PyTree) -> bool:
-    return isinstance(x, QTensor)
 
 
 def _dims_of_leaves(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Hashable]) -> list[NamedDims]:
@@ -199,7 +192,7 @@ def _split(
     return split
 
 
-def _agreed(name: Hashable, arrays: Arrays) -> tuple[str, ...]:
+def _agreed(name: Hashable, arrays: Named) -> tuple[str, ...]:
     """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
     found = set()
     for (names, decides), x in arrays:
@@ -209,6 +202,6 @@ def _agreed(name: Hashable, arrays: Arrays) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def _count(name: Hashable, arrays: Arrays) -> int:
+def _count(name: Hashable, arrays: Named) -> int:
     """Returns the number of elements of a dimension, or of its blocks if an array has one per block."""
     return min(n for (names, _), x in arrays for one, n in zip(names, x.shape) if one == name)

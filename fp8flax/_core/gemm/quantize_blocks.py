@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE
+from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Ref
 from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, fits_kernels
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
@@ -19,9 +19,6 @@ from fp8flax._core.quantize import divided, inf_to_nan
 from fp8flax._core.quantizers import BlockQuantizer
 
 Pair: TypeAlias = tuple[QTensor, QTensor]
-
-Ref: TypeAlias = Any
-"""A reference to memory of the GPU, in Pallas."""
 
 
 class Cast(NamedTuple):
@@ -99,17 +96,10 @@ def block_quantize(
     XLA would read the matrices four times: for the amaxes of rows, for those of columns, and for two casts.
     This GPU kernel, which uses Pallas's Triton backend, reads each tile once.
 
-    Args:
-        x: the matrices, ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples
-            of 128.
-        quantizer: of blocks of ``(1, 128)`` or ``(128, 128)``, with float32 scales.
-        inf_is_nan: whether an Inf becomes a NaN. Otherwise it saturates. Scales ignore Inf and NaN.
-        interpret: whether to run the kernel step by step on any device, for tests.
-
-    Returns:
-        Two pairs of codes and float32 scales, equal to those that ``quantizer`` makes in plain JAX. The
-        scales are ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)``
-        for square blocks. The second codes lie in the order of the transpose.
+    ``x`` is ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples of 128.
+    Codes and float32 scales are equal to those that ``quantizer`` makes in plain JAX. The scales are
+    ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)`` for square
+    blocks. The second codes lie in the order of the transpose. ``interpret`` runs the kernel on any device.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

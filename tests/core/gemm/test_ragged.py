@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import dispatch, hopper, hopper_kernel
+from fp8flax._core.gemm import dispatch, hopper
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
@@ -114,8 +114,8 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
     """With the GPU kernel in the interpreter, which compiles it anew for each core."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    kernel = partial(hopper_kernel.tiled_gemm, interpret=InterpretGPUParams())
-    monkeypatch.setattr(hopper_kernel, "num_cores", lambda: 1)
+    kernel = partial(hopper.tiled_gemm, interpret=InterpretGPUParams())
+    monkeypatch.setattr(hopper, "num_cores", lambda: 1)
     monkeypatch.setattr(hopper, "tiled_gemm", kernel)
     check_ragged_dots(ON_HOPPER, *CASES[FIRST])
 
