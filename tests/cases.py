@@ -353,10 +353,8 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
 
 
 def tiled_gemm_in_jax(
-    lhs,
-    rhs,
-    lhs_scale,
-    rhs_scale,
+    left,
+    right,
     *tables,
     num_steps,
     step,
@@ -366,6 +364,7 @@ def tiled_gemm_in_jax(
     **options,
 ):
     """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
+    (lhs, lhs_scale), (rhs, rhs_scale) = left, right
     rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)
 
     def scaled(codes, scale, row, size, place, scales):

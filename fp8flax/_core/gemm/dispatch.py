@@ -1,17 +1,16 @@
 """Decides how GEMMs run, and how tensors are quantized for them: the only file that does.
 
 On NVIDIA GPUs a product of FP8 codes runs by the first backend of a table that supports it. ``emulated``
-multiplies the same values if none does, and on all other devices. To add a backend, write a file with two
-functions, ``supports`` and ``compute``, and its name into a table.
+multiplies the same values if none does, and on all other devices. A backend is added by a file and by its
+name in ``BACKENDS``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -30,34 +29,22 @@ from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import no_derivative
-from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe
 
+BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper)
+"""How GPUs multiply codes in FP8, in the order of preference.
 
-class Backend(NamedTuple):
-    """A way of an NVIDIA GPU to multiply codes."""
+Each is a file with two functions. ``supports(gemm, lhs, rhs, sizes, capability)`` returns whether a GPU of
+a compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
 
-    supports: Callable[[Gemm, Quantizer, Quantizer, GemmSizes, float], bool]
-    """Returns whether a GPU of a compute capability multiplies codes of two quantizers so."""
-    compute: Callable[..., jax.Array]
-    """``compute(gemm, a, b)``, for experts ``compute(gemm, a, b, group_sizes)``, returns the product."""
-    scope: str = ""
-    """The scope by which the audit recognizes the product on each GPU of a mesh."""
+_SCOPES = {hopper: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
+"""The scopes by which the audit recognizes a product on each GPU of a mesh."""
 
 
-IN_FP8 = (
-    Backend(cublaslt.supports, cublaslt.compute),
-    Backend(blackwell.supports, blackwell.compute),
-    Backend(hopper.supports, hopper.compute, BLOCK_GEMM_HOPPER),
-)
-BACKENDS = (*IN_FP8, Backend(lambda *case: True, emulated.compute, DEQUANTIZED))
-"""The backends for GEMMs, in the order of preference. For those of experts see ``FOR_EXPERTS``."""
-
-
-def backend_of(gemm: Gemm, a: QTensor, b: QTensor, backends: Sequence[Backend] = BACKENDS) -> Backend:
+def backend_of(gemm: Gemm, a: QTensor, b: QTensor) -> ModuleType:
     """Returns the backend by which the GPU that JAX compiles for multiplies two operands."""
     case = gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()
-    return next(backend for backend in backends if backend.supports(*case))
+    return next((backend for backend in BACKENDS if backend.supports(*case)), emulated)
 
 
 def warn_if_emulated(*recipes: GemmRecipe) -> None:
@@ -74,7 +61,7 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif not all(any(backend.supports(*case) for backend in IN_FP8) for case in cases):
+    elif not all(any(backend.supports(*case) for backend in BACKENDS) for case in cases):
         text = (
             f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
@@ -152,7 +139,7 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         return backend_of(gemm, a, b).compute(gemm, a, b)
 
     if compute_capability():
-        of_parts = on_shards(of_part, *named_dims(gemm, a, b), backend_of(gemm, a, b).scope)
+        of_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
         on_gpu = partial(unless_partitioned, of_part, of_parts, in_xla)
     return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
@@ -167,12 +154,6 @@ def named_dims(gemm: Gemm, a: QTensor, b: QTensor) -> tuple[list[NamedDims], lis
 
 
 # Products of experts.
-
-FOR_EXPERTS = (
-    Backend(hopper.supports_experts, hopper.compute_experts, GROUPED_GEMM),
-    Backend(lambda *case: True, partial(ragged.compute, multiply)),
-)
-"""The backends for the products of experts, in the order of preference."""
 
 
 def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
@@ -192,7 +173,7 @@ def multiply_ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Arr
 
 def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiplies in the way of the device that the program is for."""
-    in_tiles = partial(FOR_EXPERTS[-1].compute, gemm)
+    in_tiles = partial(ragged.compute, multiply, gemm)
     if not (
         compute_capability()
         and isinstance(a, QTensor)
@@ -201,8 +182,9 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         and are_positive((*a.shape, *b.shape))
     ):
         return in_tiles(a, b, group_sizes)
-    backend = backend_of(gemm, a, b, FOR_EXPERTS)
-    one = partial(backend.compute, gemm)
+    one, scope = in_tiles, ""
+    if hopper.supports_experts(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
+        one, scope = partial(hopper.compute_experts, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""
@@ -211,13 +193,12 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
 
     def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows, depth and columns may be split, but not the experts.
-        kernels = (None, "depth", "columns") if gemm.rhs.contract == (1,) else (None, "columns", "depth")
-        of_b, result = kernels, ("rows", "columns")
-        if b.ndim == 2:
-            of_b, result = result, (None, "depth", "columns")
-        names = [("rows", "depth"), of_b, (None,)]
-        operands = [*map(NamedDims, names), NamedDims(("rows",), decides=False)]
-        run = on_shards(of_part, operands, [NamedDims(result)], backend.scope)
+        rows, experts = NamedDims(("rows", "columns")), NamedDims((None, "depth", "columns"))
+        of_b, result = (rows, experts) if b.ndim == 2 else (experts, rows)
+        if b.ndim == 3 and gemm.rhs.contract == (2,):
+            of_b = NamedDims((None, "columns", "depth"))
+        more = NamedDims((None,)), NamedDims(("rows",), decides=False)
+        run = on_shards(of_part, [NamedDims(("rows", "depth")), of_b, *more], [result], scope)
         return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,10 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.scaling import apply_scales
+from fp8flax._core.types import Accumulation
 
 AnyTensor: TypeAlias = QTensor | jax.Array
 """An operand, quantized or wide."""
-
-Accumulation: TypeAlias = Literal["fast", "exact", "default"]
-"""The words of ``GemmRecipe.accumulation``. The sums of ``"exact"`` are not exact: it is Transformer
-Engine's split accumulator, which promotes partial sums to float32."""
 
 Ref: TypeAlias = Any
 """A reference to memory of the GPU, in Pallas."""

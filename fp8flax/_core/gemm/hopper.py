@@ -30,6 +30,9 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER, GROUPED_GEMM
 from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
 from fp8flax._core.quantizers import Quantizer
 
+Operand: TypeAlias = tuple[jax.Array, jax.Array]
+"""The codes of an operand, and their scales, as ``tiled_gemm`` takes them."""
+
 Index: TypeAlias = Any
 """An int, an int32 scalar, or a reference to a table of int32 numbers."""
 
@@ -52,10 +55,10 @@ def multiplies(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
 
 def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     """Multiplies by the GPU kernel. In the right operand 128 rows share a scale, or each has its own."""
-    left, left_scale = operand(a, gemm.lhs)
-    right, right_scale = operand(b, gemm.rhs, TILE if b.quantizer.block[0] % TILE == 0 else 1)
+    left = operand(a, gemm.lhs)
+    right = operand(b, gemm.rhs, TILE if b.quantizer.block[0] % TILE == 0 else 1)
     batch = gemm.sizes(a, b).batch
-    rows, columns = (x.shape[0] // batch for x in (left, right))
+    rows, columns = (codes.shape[0] // batch for codes, _ in (left, right))
 
     def step(t: Index, s: Index) -> Step:
         matrix = lax.div(t, np.int32(rows // TILE))
@@ -64,9 +67,7 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     out = tiled_gemm(
         left,
         right,
-        left_scale,
-        right_scale,
-        num_steps=lambda t: left.shape[1] // SCALE_COLUMNS,
+        num_steps=lambda t: left[0].shape[1] // SCALE_COLUMNS,
         step=step,
         shape=(batch * rows, columns),
         out_dtype=jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype,
@@ -75,7 +76,7 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     return from_matrices(gemm, a, b, out.reshape(batch, rows, columns))
 
 
-def operand(x: QTensor, dims: Dims, rows_per_scale: int = 1) -> tuple[jax.Array, jax.Array]:
+def operand(x: QTensor, dims: Dims, rows_per_scale: int = 1) -> Operand:
     """Returns an operand as the GPU kernel takes it: its matrices one below the other, and their scales.
 
     The codes are ``(batch * rows, columns)``, filled up with zeros to multiples of 128. The scales are
@@ -118,10 +119,7 @@ def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.
     A tile of the result is a sum over the visits to the tile. In each visit the scales of the rows of other
     experts are zero, and the GPU kernel skips these rows: zero times a NaN of the expert would be NaN.
     """
-    (left, left_scale), (right, right_scale) = (
-        operand(a, gemm.lhs),
-        operand(kernels, gemm.rhs),
-    )
+    left, left_scale = operand(a, gemm.lhs)
     (filled_rows, depth), columns = left.shape, gemm.sizes(a, kernels).n
     filled_columns = round_up(columns, TILE)
     num_steps, num_columns = np.int32(depth // SCALE_COLUMNS), np.int32(filled_columns // TILE)
@@ -140,10 +138,8 @@ def grouped_products(gemm: Gemm, a: QTensor, kernels: QTensor, group_sizes: jax.
         return Step(t, experts[visit] * num_columns, lax.rem(s, num_steps), visit)
 
     out = tiled_gemm(
-        left,
-        right,
-        of_visits.reshape(num_steps, -1),
-        right_scale,
+        (left, of_visits.reshape(num_steps, -1)),
+        operand(kernels, gemm.rhs),
         first,
         number,
         visits.expert,
@@ -163,9 +159,8 @@ def grouped_sums(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> 
     XLA first puts the tiles of all visits side by side, so that the sum of an expert runs over whole tiles.
     """
     visits = visits_of(round_up(a.shape[0], TILE), TILE, group_sizes)
-    left, left_scale = _side_by_side(*operand(a, gemm.lhs), visits)
-    right, right_scale = _side_by_side(*operand(b, gemm.rhs), visits)
-    filled_depth, filled_columns = left.shape[0], right.shape[0]
+    left, right = (_side_by_side(*operand(x, dims), visits) for x, dims in ((a, gemm.lhs), (b, gemm.rhs)))
+    filled_depth, filled_columns = len(left[0]), len(right[0])
     num_tiles = np.int32(filled_depth // TILE)
 
     def step(t: Index, s: Index, first: Index, number: Index) -> Step:
@@ -175,8 +170,6 @@ def grouped_sums(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> 
     out = tiled_gemm(
         left,
         right,
-        left_scale,
-        right_scale,
         visits.first,
         visits.number,
         num_steps=lambda t, first, number: number[lax.div(t, num_tiles)],
@@ -188,7 +181,7 @@ def grouped_sums(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> 
     return out.reshape(-1, filled_depth, filled_columns)[:, : a.shape[1], : b.shape[1]]
 
 
-def _side_by_side(codes: jax.Array, scale: jax.Array, visits: Visits) -> tuple[jax.Array, jax.Array]:
+def _side_by_side(codes: jax.Array, scale: jax.Array, visits: Visits) -> Operand:
     """Returns codes with the rows of all visits as columns, zeros in rows of others, and their scales."""
     index = visits.row // np.int32(TILE)
     # Codes are copied as 32-bit words: XLA's kernel moves four elements at once, whether bytes or words.
@@ -237,10 +230,8 @@ class Step(NamedTuple):
 
 
 def tiled_gemm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_scale: jax.Array,
-    rhs_scale: jax.Array,
+    left: Operand,
+    right: Operand,
     *tables: jax.Array,
     num_steps: Callable[..., Index],
     step: Callable[..., Step],
@@ -257,10 +248,9 @@ def tiled_gemm(
     product is below 2**-126, the step adds zero. If it overflows float32, the result is not finite.
 
     Args:
-        lhs: FP8 codes, ``(R, D)``; both are multiples of 128.
-        rhs: FP8 codes, ``(S, D)``; S is a multiple of 128.
-        lhs_scale: float32, ``(D / 128, P)``, where P is a multiple of 128.
-        rhs_scale: float32, ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128 rows share a scale.
+        left: FP8 codes ``(R, D)``, and float32 scales ``(D / 128, P)``. All sizes are multiples of 128.
+        right: FP8 codes ``(S, D)``, and float32 scales ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128
+            rows share a scale.
         *tables: int32 arrays, to which ``num_steps`` and ``step`` get references as last arguments.
         num_steps: a function of the index of a row of tiles of the result, which returns the number of
             steps of its tiles. A tile without steps is zero.
@@ -278,6 +268,7 @@ def tiled_gemm(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    (lhs, lhs_scale), (rhs, rhs_scale) = left, right
     out_dtype, is_interpreted = jnp.dtype(out_dtype), interpret is not None
     is_square = rhs_scale.shape[1] < rhs.shape[0]
     m, n = shape[0] // TILE, shape[1] // TILE
@@ -352,20 +343,20 @@ def tiled_gemm(
                     *rhs_s, total = rest
 
                     def multiply(sums: Ref) -> jax.Array:
-                        right = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
-                        plgpu.wgmma(sums, lhs_tile.at[mine], right)
+                        columns = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
+                        plgpu.wgmma(sums, lhs_tile.at[mine], columns)
                         plgpu.wgmma_wait(0)
                         return sums[...]
 
                     sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
-                    left = loaded(lhs_s, (0, mine), 1)
+                    of_rows = loaded(lhs_s, (0, mine), 1)
                     if is_square:
                         place = step(t, index[0], *tables)
-                        scale = repeated(left * rhs_scale[place.depth, place.rhs + j], 1)
+                        scale = repeated(of_rows * rhs_scale[place.depth, place.rhs + j], 1)
                     else:
-                        scale = repeated(left, 1) * repeated(loaded(rhs_s[0], (0,), 0), 0)
+                        scale = repeated(of_rows, 1) * repeated(loaded(rhs_s[0], (0,), 0), 0)
                     new = total + sums * scale
-                    return jnp.where(repeated(left, 1) != 0, new, total) if skips_rows else new
+                    return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new
 
                 def compute(run: Any) -> None:
                     """Writes this warpgroup's half of a tile. ``run`` adds each step to a sum."""

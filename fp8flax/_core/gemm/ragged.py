@@ -25,8 +25,7 @@ from fp8flax._core.qtensor import Dims, QTensor, dequantized, padded, round_up
 Multiply: TypeAlias = Callable[[Gemm, AnyTensor, AnyTensor], jax.Array]
 """A function that multiplies two operands, such as ``dispatch.multiply``."""
 
-Sums: TypeAlias = tuple[jax.Array, jax.Array]
-"""The sum of the tiles of one expert so far, and the sums of all experts."""
+Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 # Which tiles hold rows of which expert. Expert e owns the rows from ``ends[e - 1]`` up to, but without,
@@ -132,7 +131,7 @@ def _products(
         kernels = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
     gemm = gemm._replace(rhs=Dims(2, (1,)))
 
-    def step(out: jax.Array, visit: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def step(out: jax.Array, visit: Arrays) -> tuple[jax.Array, None]:
         row, expert, low, high = visit
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, keepdims=False), kernels)
         if isinstance(kernel, QTensor) and kernel.scale.size == 1:
@@ -153,9 +152,7 @@ def _sums(
     """Returns the sums over each expert's rows, ``(experts, depth, columns)``."""
     wide = gemm._replace(out_dtype=sum_dtype_of(gemm.out_dtype))
 
-    def step(
-        carry: tuple[jax.Array, jax.Array], visit: tuple[jax.Array, ...]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def step(carry: Arrays, visit: Arrays) -> tuple[Arrays, None]:
         (total, out), (row, expert, low, high, is_first) = carry, visit
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
         keep = is_of_expert(tile, low, high)[:, None]

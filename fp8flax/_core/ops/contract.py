@@ -47,6 +47,7 @@ from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
+from fp8flax._core.types import Accumulation
 
 _INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
 
@@ -134,7 +135,7 @@ class Contraction:
         return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
-def _accumulation_of(precision: Any) -> str:
+def _accumulation_of(precision: Any) -> Accumulation:
     """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
     if not isinstance(precision, tuple):
         raise TypeError(

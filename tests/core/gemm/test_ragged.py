@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import dispatch, hopper
+from fp8flax._core.gemm import dispatch, hopper, ragged
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
@@ -18,7 +18,7 @@ from tests.core.gemm.test_groups import bounds
 
 E4M3 = jnp.float8_e4m3fn
 SQUARE = fp8.Float8BlockScaling(use_f32_scales=True).gemms.forward
-ON_HOPPER, IN_TILES = (backend.compute for backend in dispatch.FOR_EXPERTS)
+ON_HOPPER, IN_TILES = hopper.compute_experts, partial(ragged.compute, dispatch.multiply)
 QUANTIZERS = {
     "tensorwise": (fp8.CurrentQuantizer(dtype=E4M3),) * 2,
     "axiswise": (fp8.CurrentQuantizer(dtype=E4M3, granularity="axiswise"),) * 2,
