@@ -352,17 +352,7 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
     return hopper.compute(product, *operands)
 
 
-def tiled_gemm_in_jax(
-    left,
-    right,
-    *tables,
-    num_steps,
-    step,
-    shape,
-    out_dtype,
-    skips_rows=False,
-    **options,
-):
+def tiled_gemm_in_jax(left, right, *tables, num_steps, step, shape, out_dtype, skips_rows=False, **options):
     """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
     (lhs, lhs_scale), (rhs, rhs_scale) = left, right
     rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)

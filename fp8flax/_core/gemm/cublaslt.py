@@ -83,7 +83,9 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     More exact results would cost a pass over the result.
     """
     if not _fits_cublaslt(gemm, a, b):  # XLA fuses the product with the scales into a kernel of its own
-        return scaled(gemm, gemm.dot(row_major(a.codes), row_major(b.codes), jnp.float32), a, b)
+        codes, precision = (row_major(a.codes), row_major(b.codes)), lax.Precision.DEFAULT
+        out = lax.dot_general(*codes, gemm.dimension_numbers, precision, preferred_element_type=jnp.float32)
+        return scaled(gemm, out, a, b)
     product = partial(_unscaled, gemm, a, b)
     is_bfloat16 = gemm.out_dtype == jnp.bfloat16
     if a.scale.ndim or b.scale.ndim:
@@ -115,7 +117,12 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: DTypeLike) -> jax.Array
     is_plain = (gemm.lhs, gemm.rhs) == (Dims(2, (1,)), Dims(2, (0,))) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes[1:]) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes.k), gemm._replace(lhs=Dims(3, (2,)))
-    dot = partial(gemm.dot, dtype=dtype, precision=algorithm if has_algorithms else precision)
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=gemm.dimension_numbers,
+        precision=algorithm if has_algorithms else precision,
+        preferred_element_type=dtype,
+    )
     with jax.named_scope(CUBLASLT):
         out = for_cuda(dot, left, row_major(b.codes))
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out

@@ -19,16 +19,18 @@ def multiply_wide(scope: str, gemm: Gemm, a: AnyTensor, b: AnyTensor) -> jax.Arr
 
     By ``scope`` the audit says why.
     """
-    dot = partial(gemm.dot, precision=gemm.precision)  # None takes jax.default_matmul_precision
+    # The precision None takes jax.default_matmul_precision.
+    dot = partial(lax.dot_general, dimension_numbers=gemm.dimension_numbers, precision=gemm.precision)
     with jax.named_scope(scope):
         if gemm.is_stored and isinstance(b, QTensor) and not isinstance(a, QTensor) and not b.block:
             # The scales multiply the result, so XLA reads the FP8 codes in its GEMM. If the codes were
             # multiplied by the scales first, XLA would write the wide kernel to memory.
             wide = sum_dtype_of(a.dtype, gemm.out_dtype)
-            out = dot(a, b.codes.astype(a.dtype), wide)
+            out = dot(a, b.codes.astype(a.dtype), preferred_element_type=wide)
             scale = scale_in_result(b, gemm.rhs, out.ndim, is_left=False)
             return (out * scale.astype(wide)).astype(gemm.out_dtype)
-        return dot(dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype), gemm.out_dtype)
+        a, b = dequantized(a, gemm.lhs_dtype), dequantized(b, gemm.rhs_dtype)
+        return dot(a, b, preferred_element_type=gemm.out_dtype)
 
 
 def compute(gemm: Gemm, a: QTensor, b: QTensor, *, on_gpu: bool = True) -> jax.Array:
@@ -39,7 +41,10 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor, *, on_gpu: bool = True) -> jax.A
     """
     wide = dtype = sum_dtype_of(gemm.out_dtype)
     if not a.block:
-        return scaled(gemm, gemm.dot(a.codes.astype(wide), b.codes.astype(wide), wide), a, b)
+        codes = a.codes.astype(wide), b.codes.astype(wide)
+        precision = lax.Precision.DEFAULT
+        out = lax.dot_general(*codes, gemm.dimension_numbers, precision, preferred_element_type=wide)
+        return scaled(gemm, out, a, b)
     if on_gpu:
         is_exact = a.quantizer.is_exact_in_bfloat16 and b.quantizer.is_exact_in_bfloat16
         dtype, wide = np.dtype(jnp.bfloat16 if is_exact else jnp.float32), np.dtype(jnp.float32)

@@ -67,17 +67,11 @@ class Gemm(NamedTuple):
         batch, m, k = self.lhs.matrices(a.shape)
         return GemmSizes(batch, m, k, self.rhs.matrices(b.shape)[1])
 
-    def dot(
-        self,
-        a: jax.Array,
-        b: jax.Array,
-        dtype: DTypeLike,
-        precision: lax.PrecisionLike = lax.Precision.DEFAULT,
-    ) -> jax.Array:
-        """Returns ``lax.dot_general`` of two arrays, in ``dtype``."""
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers:
+        """Returns the dimension numbers of ``lax.dot_general``."""
         batch = tuple(range(self.lhs.num_batch))
-        dims = (self.lhs.contract, self.rhs.contract), (batch, batch)
-        return lax.dot_general(a, b, dims, precision, preferred_element_type=dtype)
+        return (self.lhs.contract, self.rhs.contract), (batch, batch)
 
 
 def are_positive(sizes: Iterable[int]) -> bool:
