@@ -218,7 +218,7 @@ def quantize_for_both(cast: Cast, x: jax.Array) -> Pair:
 
     @quantize.def_vmap
     def _(size: int, is_batched: list[bool], x: jax.Array) -> tuple[Pair, Pair]:
-        made = quantize_for_both(cast._replace(first=cast.first.batched()), x)
+        made = quantize_for_both(cast._replace(dims=tuple(dims.batched() for dims in cast.dims)), x)
         # The blocks are those of one tensor of the batch.
         first, second = (dataclasses.replace(q, block=q.block[1:]) for q in made)
         return (first, second), jax.tree.map(lambda _: True, (first, second))

@@ -106,12 +106,9 @@ def scale_in_result(x: QTensor, dims: Dims, ndim: int, *, is_left: bool) -> jax.
     scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     if not scale.ndim:
         return scale
-    num_free = len(dims.free)
-    scale = lax.transpose(scale, dims.in_order)
-    scale = lax.squeeze(scale, range(dims.num_batch + num_free, x.ndim))
-    start = dims.num_batch if is_left else ndim - num_free
-    places = (*range(dims.num_batch), *range(start, start + num_free))
-    return lax.expand_dims(scale, [i for i in range(ndim) if i not in places])
+    batch, free = scale.shape[: dims.num_batch], [scale.shape[i] for i in dims.free]
+    others = (1,) * (ndim - len(batch) - len(free))
+    return scale.reshape((*batch, *free, *others) if is_left else (*batch, *others, *free))
 
 
 def as_matrices(x: jax.Array, dims: Dims) -> jax.Array:

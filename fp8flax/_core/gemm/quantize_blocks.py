@@ -25,19 +25,14 @@ class Cast(NamedTuple):
     """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
     quantizer: BlockQuantizer
-    first: Dims
-    """What the first GEMM of the tensor contracts: its rows or its columns."""
+    dims: tuple[Dims, ...]
+    """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
 
-    @property
-    def second(self) -> Dims:
-        """Returns what the second GEMM contracts: the other ones."""
-        return self.first._replace(contract=self.first.free)
-
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Returns the shape of the tensor as a stack of matrices."""
-        return max(self.first, self.second, key=lambda dims: dims.contract).matrices(shape)
+        return max(self.dims, key=lambda dims: dims.contract).matrices(shape)
 
 
 def supports(
@@ -57,8 +52,8 @@ def supports(
 def reference(cast: Cast, x: jax.Array) -> Pair:
     """Quantizes in plain JAX."""
     x = inf_to_nan(x) if cast.inf_is_nan else x
-    first = cast.quantizer.quantize(x, cast.first)
-    return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.second)
+    first = cast.quantizer.quantize(x, cast.dims[0])
+    return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.dims[1])
 
 
 def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
@@ -80,9 +75,10 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
         codes, scale = codes[:, :rows, :columns], scale[:, :num_rows, :num_columns]
         return QTensor(codes.reshape(x.shape), scale.reshape(blocks), quantizer, block)
 
-    is_transposed = cast.first.contract < cast.second.contract  # the first GEMM contracts the rows
+    first, second = cast.dims
+    is_transposed = first.contract < second.contract  # the first GEMM contracts the rows
     made = (along_rows, along_columns) if is_transposed else (along_columns, along_rows)
-    return tensor(cast.first, *made[0]), tensor(cast.second, *made[1])
+    return tensor(first, *made[0]), tensor(second, *made[1])
 
 
 # The GPU kernel.

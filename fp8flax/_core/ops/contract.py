@@ -231,7 +231,7 @@ def quantized_twice(
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
+        cast = Cast(one, plan.dims[role], inf_is_nan=role == "output_grad")
         return *no_derivative(partial(quantize_for_both, cast))(x), {}
     if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
         x = inf_to_nan(x)

@@ -45,7 +45,7 @@ def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, i
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
     monkeypatch.setattr(quantize_blocks, "block_quantize", partial(block_quantize, interpret=True))
     quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)
-    cast = Cast(quantizer, Dims(3, (1,), 1), inf_is_nan)
+    cast = Cast(quantizer, (Dims(3, (1,), 1), Dims(3, (2,), 1)), inf_is_nan)
     x = ugly(of, *sizes)
     found, wanted = (
         jax.jit(partial(f, cast))(x) for f in (quantize_blocks.compute, quantize_blocks.reference)
