@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,6 @@ from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
 from fp8flax._core.qtensor import Dims, QTensor
 from fp8flax._core.quantize import no_derivative
-from fp8flax._core.recipes import GemmRecipe
 
 BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper)
 """How GPUs multiply codes in FP8, in the order of preference.
@@ -47,8 +47,8 @@ def backend_of(gemm: Gemm, a: QTensor, b: QTensor) -> ModuleType:
     return next((backend for backend in BACKENDS if backend.supports(*case)), emulated)
 
 
-def warn_if_emulated(*recipes: GemmRecipe) -> None:
-    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes."""
+def warn_if_emulated(*recipes: Any) -> None:
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these ``GemmRecipe``."""
     if absent_gpu() is not None:
         return
     capability, kind = compute_capability(), jax.devices()[0].device_kind
@@ -209,7 +209,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
 # Quantizing in blocks.
 
 
-def quantize_for_both(cast: Cast, x: jax.Array) -> Pair:
+def quantize_in_blocks(cast: Cast, x: jax.Array) -> Pair:
     """Returns a tensor quantized in blocks for its first GEMM, and for its second GEMM.
 
     Under ``jax.vmap`` the batch becomes a batch dimension.
@@ -218,7 +218,7 @@ def quantize_for_both(cast: Cast, x: jax.Array) -> Pair:
 
     @quantize.def_vmap
     def _(size: int, is_batched: list[bool], x: jax.Array) -> tuple[Pair, Pair]:
-        made = quantize_for_both(cast._replace(dims=tuple(dims.batched() for dims in cast.dims)), x)
+        made = quantize_in_blocks(cast._replace(dims=tuple(dims.batched() for dims in cast.dims)), x)
         # The blocks are those of one tensor of the batch.
         first, second = (dataclasses.replace(q, block=q.block[1:]) for q in made)
         return (first, second), jax.tree.map(lambda _: True, (first, second))

@@ -29,7 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
-from fp8flax._core.gemm.dispatch import quantize_for_both
+from fp8flax._core.gemm.dispatch import quantize_in_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.quantize_blocks import Cast
 from fp8flax._core.names import (
@@ -232,7 +232,7 @@ def quantized_twice(
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
         cast = Cast(one, plan.dims[role], inf_is_nan=role == "output_grad")
-        return *no_derivative(partial(quantize_for_both, cast))(x), {}
+        return *no_derivative(partial(quantize_in_blocks, cast))(x), {}
     if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
         x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)
