@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType
 
 import fp8flax as fp8
-from fp8flax._core.gemm.gemm import Gemm, _hopper
+from fp8flax._core.gemm import hopper
+from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.state.state import ScalingState
@@ -348,23 +349,12 @@ def hopper_gemm(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
         quantizer = fp8.BlockQuantizer(dtype=codes.dtype, block=(height, 128), scale="float32")
         operands.append(fp8.QTensor(codes, scale, quantizer, (1, height, 128)))
     product = Gemm(Dims(3, (2,), 1), Dims(3, (2,), 1), *[np.dtype(out_dtype)] * 3)
-    return _hopper(product, *operands)
+    return hopper.compute(product, *operands)
 
 
-def tiled_gemm_in_jax(
-    lhs,
-    rhs,
-    lhs_scale,
-    rhs_scale,
-    *tables,
-    num_blocks,
-    block,
-    shape,
-    out_dtype,
-    skips_rows=False,
-    **options,
-):
+def tiled_gemm_in_jax(left, right, *tables, num_steps, step, shape, out_dtype, skips_rows=False, **options):
     """Returns the result of ``tiled_gemm``, which takes seconds to interpret, by plain JAX."""
+    (lhs, lhs_scale), (rhs, rhs_scale) = left, right
     rhs_scale = jnp.repeat(rhs_scale, rhs.shape[0] // rhs_scale.shape[1], axis=1)
 
     def scaled(codes, scale, row, size, place, scales):
@@ -373,14 +363,14 @@ def tiled_gemm_in_jax(
 
     def of_tile(t):
         def add(b, total):
-            place = block(t, b, *tables)
+            place = step(t, b, *tables)
             left = scaled(lhs, lhs_scale, place.lhs, 128, place, place.scale)
             right = scaled(rhs, rhs_scale, place.rhs, shape[1], place, place.rhs)
             new = total + jnp.dot(left, right.T, precision=lax.Precision.HIGHEST)
             keep = lax.dynamic_slice(lhs_scale, (place.depth, 128 * place.scale), (1, 128)).T != 0
             return jnp.where(keep, new, total) if skips_rows else new
 
-        return lax.fori_loop(0, num_blocks(t, *tables), add, jnp.zeros((128, shape[1])))
+        return lax.fori_loop(0, num_steps(t, *tables), add, jnp.zeros((128, shape[1])))
 
     return lax.map(of_tile, lax.iota(np.int32, shape[0] // 128)).reshape(shape).astype(out_dtype)
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import fp8flax as fp8
 from fp8flax._audit.compiling import compile_for, find_target
-from fp8flax._core.gemm import casts, gemm, ragged
+from fp8flax._core.gemm import dispatch, hopper, quantize_blocks
 from tests.cases import tiled_gemm_in_jax
 
 
@@ -25,10 +25,10 @@ def run_branch_for_gpus(monkeypatch):
     """
     branching_lax = SimpleNamespace(**vars(jax.lax))
     branching_lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
-    for module in (casts, gemm, ragged):
-        monkeypatch.setattr(module, "lax", branching_lax)
-    monkeypatch.setattr(casts, "block_quantize", partial(casts.block_quantize, interpret=True))
-    monkeypatch.setattr(gemm, "tiled_gemm", tiled_gemm_in_jax)
+    monkeypatch.setattr(dispatch, "lax", branching_lax)
+    interpreted = partial(quantize_blocks.block_quantize, interpret=True)
+    monkeypatch.setattr(quantize_blocks, "block_quantize", interpreted)
+    monkeypatch.setattr(hopper, "tiled_gemm", tiled_gemm_in_jax)
 
 
 def gpus(target="h200"):

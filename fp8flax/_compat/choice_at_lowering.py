@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
+
+Context: TypeAlias = mlir.LoweringRuleContext
+Value: TypeAlias = mlir.ir.Value
 
 _for_cuda_p, _unless_partitioned_p = Primitive("fp8_for_cuda"), Primitive("fp8_unless_partitioned")
 
@@ -36,7 +39,7 @@ def for_cuda(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
     return result
 
 
-def _lower_for_cuda(ctx: Any, *args: Any, program: Any) -> Any:
+def _lower_for_cuda(ctx: Context, *args: Value, program: ClosedJaxpr) -> Any:
     """Lowers a program inline."""
     module = ctx.module_context
     if len(module.platforms) > 1:
@@ -46,7 +49,9 @@ def _lower_for_cuda(ctx: Any, *args: Any, program: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *args)
 
 
-def _batch_for_cuda(args: Any, axes: Any, *, program: Any) -> tuple[jax.Array, int]:
+def _batch_for_cuda(
+    args: list[jax.Array], axes: list[int | None], *, program: ClosedJaxpr
+) -> tuple[jax.Array, int]:
     """Returns a batch of results of ``for_cuda``."""
     return for_cuda(jax.vmap(lambda *args: jaxpr_as_fun(program)(*args)[0], axes), *args), 0
 
@@ -82,7 +87,7 @@ def unless_partitioned(
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _is_partitioned(context: Any) -> bool:
+def _is_partitioned(context: object) -> bool:
     """Returns whether XLA splits a module over several devices, by its ``axis_context``."""
     if isinstance(context, mlir.ShardingContext):
         return context.num_devices > 1
@@ -92,7 +97,9 @@ def _is_partitioned(context: Any) -> bool:
     return False
 
 
-def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, on_shards: Any, split: Any) -> Any:
+def _lower_unless_partitioned(
+    ctx: Context, *args: Value, whole: ClosedJaxpr, on_shards: ClosedJaxpr, split: ClosedJaxpr
+) -> Any:
     """Lowers ``unless_partitioned`` to one of the three functions."""
     module = ctx.module_context
     # ``custom_partitioning`` needs a mesh, without explicit axes: if such a mesh is set (``jax.set_mesh``)
@@ -127,7 +134,7 @@ def row_major(x: jax.Array) -> jax.Array:
     return result
 
 
-def _lower_row_major(ctx: Any, x: Any) -> Any:
+def _lower_row_major(ctx: Context, x: Value) -> Any:
     """Lowers ``row_major`` to a constraint, or to nothing."""
     if _is_partitioned(ctx.module_context.axis_context):
         return [x]

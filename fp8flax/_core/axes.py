@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._core.types import PyTree
 
-def manual_axes(x: Any) -> frozenset[str]:
+
+def manual_axes(x: jax.Array) -> frozenset[str]:
     """Returns the axes of the mesh over which ``x`` varies inside ``jax.shard_map``.
 
     The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
@@ -68,13 +69,15 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [vary(x) for x in arrays]
 
 
-def explicit_axes(x: Any) -> tuple[str, ...]:
+def explicit_axes(x: jax.Array) -> tuple[str, ...]:
     """Returns the names of the explicit axes of the mesh that an array lies on."""
     mesh = jax.typeof(x).sharding.mesh
     return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
 
 
-def on_automatic_axes(f: Callable[..., Any], x: Any, out_sharding: Any = None) -> Callable[..., Any]:
+def on_automatic_axes(
+    f: Callable[..., PyTree], x: jax.Array, out_sharding: PyTree = None
+) -> Callable[..., PyTree]:
     """Returns ``f``, inside of which the explicit axes of the mesh of ``x`` are automatic.
 
     JAX cannot derive the sharding of a reshape, or of a product that sums over devices. Without

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import string
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
-from fp8flax._core.gemm.on_shards import on_devices
+from fp8flax._core.gemm.on_shards import NamedDims, on_devices
 from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
 from fp8flax._core.scaling import finite_amax, is_usable
@@ -122,21 +121,21 @@ def quantized(
 
     Source: arXiv:2509.25149; Transformer Engine, ``NVFP4BlockScaling``.
     """
-    whole = [
-        one if n % width == 0 else "-" for one, n, width in zip(string.ascii_lowercase, x.shape, block)
-    ]
-    of_x = "".join(whole)
-    of_blocks = of_x.upper()
+    whole_blocks = [n % width == 0 for n, width in zip(x.shape, block)]
+    of_x = NamedDims(tuple(i if is_whole else None for i, is_whole in enumerate(whole_blocks)))
+    of_blocks = NamedDims(of_x.names, decides=False)
     # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
     # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
-    find = on_devices(partial(_amax_of_blocks, block=block, axis=rotate), [of_x], of_blocks)
+    find = on_devices(partial(_amax_of_blocks, block=block, axis=rotate), [of_x], [of_blocks])
     of_block = row_major(lax.optimization_barrier(find(x)))
     amax = finite_amax(of_block)
     usable = is_usable(amax)
     encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
     encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
-    cast = on_devices(partial(_cast, block, rotate), [of_x, of_blocks, "", of_x], (of_x, of_blocks))
-    codes, scale = cast(x, of_block, encoding, *(() if bits is None else (bits,)))
+    more = () if bits is None else (bits,)
+    operands = [of_x, of_blocks, NamedDims(()), *(of_x for _ in more)]
+    cast = on_devices(partial(_cast, block, rotate), operands, [of_x, of_blocks])
+    codes, scale = cast(x, of_block, encoding, *more)
     return codes, scale, np.float32(1) / encoding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.shapes import Float, Shaped, UInt8
-
-BLOCK = 128
-"""The number of columns that share a scale in the block scales that our GPU kernels multiply."""
-
-TILE = BLOCK
-"""The number of rows, and of columns, of the tiles in which our GPU kernels compute a result."""
 
 
 class Dims(NamedTuple):
@@ -43,6 +38,14 @@ class Dims(NamedTuple):
     def in_order(self) -> tuple[int, ...]:
         """Returns all dimensions: batch, free, contracted."""
         return (*range(self.num_batch), *self.free, *self.contract)
+
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Returns the sizes of a tensor as a stack of matrices: batch, free and contracted elements."""
+        batch = tuple(range(self.num_batch))
+        number, rows, columns = (
+            math.prod(shape[i] for i in places) for places in (batch, self.free, self.contract)
+        )
+        return number, rows, columns
 
     def block(self, rows_and_columns: tuple[int, int]) -> tuple[int, ...]:
         """Returns the number of elements along each dimension of a block that shares a scale.
@@ -153,7 +156,7 @@ def dequantized(
 # Blocks.
 
 
-def round_up(size: int, multiple: int = BLOCK) -> int:
+def round_up(size: int, multiple: int) -> int:
     """Rounds a size up to a multiple of ``multiple``."""
     return -(-size // multiple) * multiple
 

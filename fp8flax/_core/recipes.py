@@ -15,6 +15,7 @@ from fp8flax._core.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from fp8flax._core.types import Accumulation
 
 QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer, NVFP4Quantizer)
 
@@ -60,7 +61,7 @@ class GemmRecipe:
 
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
-    accumulation: str = "exact"
+    accumulation: Accumulation = "exact"
 
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs"):
@@ -106,7 +107,8 @@ class Recipe:
         x, w = self._quantizers(self.fp8_format.forward_dtype)
         g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
         # Block scales have no choice: they accumulate in float32.
-        accumulation = getattr(self, "accumulation", ("exact", "exact", "exact"))
+        default: tuple[Accumulation, ...] = ("exact", "exact", "exact")
+        accumulation = getattr(self, "accumulation", default)
         if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
             raise TypeError(
                 "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "

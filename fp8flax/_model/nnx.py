@@ -27,11 +27,12 @@ from flax import nnx
 from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.traces import current_handler, trace_behind, unwatched
 from fp8flax._core.autocast import autocast, recipe_in_use
+from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import GemmSizes, Op
+from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._linen.conversion import having
 from fp8flax._linen.eval_init import program_of

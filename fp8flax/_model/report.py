@@ -11,8 +11,8 @@ from typing import Any
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.names import MODULE
-from fp8flax._core.ops.op import GemmSizes
 from fp8flax._core.options import wrong_model
 from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling

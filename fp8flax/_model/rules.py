@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.ops.op import FORMS, GemmSizes, Op
+from fp8flax._core.gemm.gemm import GemmSizes
+from fp8flax._core.ops.op import FORMS, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 

@@ -18,7 +18,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 from fp8flax._core import nvfp4
-from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, multiply
+from fp8flax._core.gemm import emulated
+from fp8flax._core.gemm.dispatch import multiply
+from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.measuring import numbers_of
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims, QTensor
@@ -53,7 +55,7 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
     quantize = jax.jit(partial(fp8.NVFP4Quantizer().quantize, dims=Dims(2, (1,))))
     a, b = (dataclasses.replace(quantize(x), tensor_scale=None) for x in (X, W))
     gemm = Gemm(Dims(2, (1,)), Dims(2, (1,)), *[np.dtype(np.float32)] * 3)
-    close(*(jax.jit(partial(run, gemm))(a, b) for run in (_in_bfloat16, multiply)))
+    close(*(jax.jit(partial(run, gemm))(a, b) for run in (emulated.compute, multiply)))
 
 
 def test_rotation():

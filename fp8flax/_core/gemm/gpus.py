@@ -5,14 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
-from collections.abc import Iterable
-from typing import Any
 
 import jax
-
-from fp8flax._core.formats import E5M2, OCP_DTYPES
-from fp8flax._core.qtensor import BLOCK
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
@@ -147,7 +141,7 @@ GPUS = {
 # The GPU that a program is compiled for.
 
 
-def compiling_for(gpu: Gpu | None) -> contextlib.AbstractContextManager[Any]:
+def compiling_for(gpu: Gpu | None) -> contextlib.AbstractContextManager[object]:
     """Sets the GPU that programs are traced and lowered for; None is the first device of JAX.
 
     JAX keeps the GPU as the device of the abstract mesh, a part of the cache key of ``jax.jit`` that Pallas
@@ -202,59 +196,6 @@ def is_hopper(capability: float) -> bool:
     return HOPPER <= capability < NATIVE_MX
 
 
-# What our GPU kernels take, and what runs in FP8 units.
-
-
-def are_positive(sizes: Iterable[int]) -> bool:
-    """Returns whether all sizes are known and positive. Under ``jax.export`` a size may be symbolic."""
-    return all(isinstance(size, int) and size > 0 for size in sizes)
-
-
 def fits_kernels(*shapes: tuple[int, ...]) -> bool:
     """Returns whether our GPU kernels can take arrays of these shapes: they count elements in 32 bits."""
     return all(math.prod(shape) < 2**31 for shape in shapes)
-
-
-def multiplies_on_hopper(lhs: Any, rhs: Any) -> bool:
-    """Returns whether our GPU kernel for Hopper can multiply codes of these dtypes."""
-    # From JAX 0.11 on ``wgmma`` takes operands of two different FP8 dtypes.
-    return {lhs, rhs} <= OCP_DTYPES and (lhs == rhs or jax.__version_info__ >= (0, 11))
-
-
-def has_units(lhs: Any, rhs: Any, capability: float) -> bool:
-    """Returns whether a GPU with FP8 units multiplies codes of two quantizers in them, if the shapes fit.
-
-    Blackwell has units for NVFP4, and for scales that are powers of two, in blocks of equal width, but not
-    for e5m2 times e5m2. On Hopper our own GPU kernel uses the FP8 units, with float32 scales per 128
-    columns.
-    """
-    if lhs.block is None or rhs.block is None:
-        return lhs.block == rhs.block and {lhs.dtype, rhs.dtype} <= OCP_DTYPES
-    if capability >= NATIVE_MX:
-        is_exact = lhs.is_exact_in_bfloat16 and rhs.is_exact_in_bfloat16
-        is_wide_enough = lhs.block[1] == rhs.block[1] and lhs.block[1] % lhs.unit_columns == 0
-        is_one_format = lhs.unit_columns == rhs.unit_columns
-        return is_exact and is_wide_enough and is_one_format and {lhs.dtype, rhs.dtype} != {E5M2}
-    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
-    return is_hopper(capability) and has_128_columns and multiplies_on_hopper(lhs.dtype, rhs.dtype)
-
-
-def warn_if_emulated(*recipes: Any) -> None:
-    """Warns, once, if the current device has no FP8 units for GEMMs with one of these ``GemmRecipe``."""
-    if absent_gpu() is not None:
-        return
-    capability, kind = compute_capability(), jax.devices()[0].device_kind
-    if capability < NATIVE_FP8:
-        text = (
-            f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
-            "fp8flax.audit shows what a GPU would run."
-        )
-    elif not all(has_units(one.lhs, one.rhs, capability) for one in recipes if one.lhs and one.rhs):
-        text = (
-            f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
-            "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
-        )
-    else:
-        return
-    # Python's default filter shows each text once, because it is raised at this line (stacklevel=1).
-    warnings.warn(text, Fp8EmulationWarning, stacklevel=1)

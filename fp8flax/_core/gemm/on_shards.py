@@ -7,74 +7,96 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.types import PyTree
 
-Axes = tuple[str, ...]
+
+class NamedDims(NamedTuple):
+    """Names of the dimensions of an array: devices split dimensions of the same name alike."""
+
+    names: tuple[Hashable, ...]
+    """A name for each dimension; None for a dimension that is not split."""
+    decides: bool = True
+    """Whether the way in which XLA has split this array decides how devices split the dimensions."""
+
+
+Named: TypeAlias = Sequence[tuple[NamedDims, jax.ShapeDtypeStruct]]
 
 
 def on_shards(
-    kernel: Callable[..., Any], operands: Sequence[str], results: str | tuple[str, ...], name: str = ""
-) -> Callable[..., Any]:
+    kernel: Callable[..., PyTree],
+    operands: Sequence[NamedDims],
+    results: Sequence[NamedDims],
+    scope: str = "",
+) -> Callable[..., PyTree]:
     """Returns ``kernel`` for tensors that devices may split: each device computes its part.
 
-    Letters name the dimensions, as in einsum: ``on_shards(f, ("mk", "nk"), "mn")(a, b)``. Devices that
-    split a dimension that is not in the result, k here, sum their results, in the dtype of the results. A
-    mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
+    The names of dimensions say what corresponds, as letters do in einsum::
+
+        rows, kernel = NamedDims(("m", "k")), NamedDims(("k", "n"))
+        on_shards(multiply, [rows, kernel], [NamedDims(("m", "n"))])(a, b)
+
+    * Devices that split ``m`` or ``n`` compute parts of the result.
+    * Devices that split ``k``, which the result lacks, sum their results, in the dtype of the results.
+    * ``NamedDims((None, "n"))``: no device splits the first dimension, such as the experts of kernels.
+    * ``NamedDims(("m",), decides=False)``: an array of the index of each row is split as the rows are,
+      however XLA has split it. The scales of a ``QTensor`` are split so, too, as its codes are.
+
+    A mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
     dimension; one that operands and results split alike; one that operands split; one that results split.
-    Devices split a dimension between blocks. They do not split one that ends in a partial block.
+    Arrays that decide, but split a dimension in different ways, do not split it. Devices split a dimension
+    between blocks. They do not split one that ends in a partial block.
 
     Args:
         kernel: a function of arrays and of ``QTensor``.
-        operands: for each operand, a letter for each dimension (of the codes of a ``QTensor``), or ``-``
-            for one that is not split. Operands that split a dimension in different ways do not decide how
-            it is split. Nor does a dimension with an upper case letter, which is split as the lower case
-            one.
-        results: the letters of the result, or of each result.
-        name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
+        operands: the names of each operand, or of the codes of a ``QTensor``.
+        results: the names of the result, or of each result.
+        scope: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
     """
     kernel = jax.jit(kernel, inline=True)  # traced once for eval_shape and custom_partitioning
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         made = jax.eval_shape(kernel, *args)
-        of_results = [(results, made)] if isinstance(results, str) else [*zip(results, made)]
-        tensors = [*zip(operands, args), *of_results]
-        whole = {  # dimensions that end in a partial block
-            one
-            for letters, x in tensors
+        of_results = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, QTensor))
+        tensors = [*zip(operands, args, strict=True), *zip(results, of_results, strict=True)]
+        partial_blocks = {
+            name
+            for (names, _), x in tensors
             if isinstance(x, QTensor)
-            for one, size, width in zip(letters, x.shape, x.block)
+            for name, size, width in zip(names, x.shape, x.block)
             if size % width
         }
-        dims = [one for letters, x in tensors for one in _dims_of_leaves(x, letters, whole)]
+        dims = [one for named, x in tensors for one in _dims_of_leaves(x, named, partial_blocks)]
         leaves, treedef = jax.tree.flatten(args)
 
-        def kernel_of_leaves(*leaves: Any) -> list[Any]:
+        def kernel_of_leaves(*leaves: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(kernel(*treedef.unflatten(leaves)))
 
         split = _split(kernel_of_leaves, dims[: len(leaves)], dims[len(leaves) :])
-        with jax.named_scope(name) if name else contextlib.nullcontext():
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
             made_leaves = split(*leaves)
         return jax.tree.unflatten(jax.tree.structure(made), made_leaves)
 
     return run
 
 
-def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> Callable[..., Any]:
-    """Returns ``f``, a function of arrays with these letters, so that each GPU computes its part.
+def on_devices(
+    f: Callable[..., PyTree], operands: Sequence[NamedDims], results: Sequence[NamedDims]
+) -> Callable[..., PyTree]:
+    """Returns ``f``, a function of arrays, ``on_shards``: each GPU computes its part.
 
     XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it is ``jax.vmap`` of
     ``f``.
@@ -83,97 +105,103 @@ def on_devices(f: Callable[..., Any], operands: Sequence[str], results: Any) -> 
         return f
 
     @custom_vmap
-    def run(*args: jax.Array) -> Any:
-        of_parts = on_shards(f, operands[: len(args)], results)
+    def run(*args: jax.Array) -> PyTree:
+        of_parts = on_shards(f, operands, results)
         return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
 
     @run.def_vmap
-    def _(size: int, is_batched: Any, *args: jax.Array) -> Any:
+    def _(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[PyTree, PyTree]:
         made = jax.vmap(f, [0 if has_batch else None for has_batch in is_batched])(*args)
         return made, jax.tree.map(lambda _: True, made)
 
     return run
 
 
-def _dims_of_leaves(x: Any, letters: str, whole: Iterable[str]) -> list[str]:
-    """Returns the letters of each array of a tensor; the letters in ``whole`` become ``-``.
+def _dims_of_leaves(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Hashable]) -> list[NamedDims]:
+    """Returns the names of each array of a tensor; no device splits the names in ``whole``.
 
-    With scales per block each dimension of blocks has a letter, also if its size is 1. This keeps devices
+    With scales per block each dimension of blocks has its name, also if its size is 1. This keeps devices
     from splitting a single block.
     """
-    letters = "".join("-" if one.lower() in whole else one for one in letters)
+    names = tuple(None if name in whole else name for name in dims.names)
     if not isinstance(x, QTensor):
-        return [letters]
-    sizes = zip(letters, x.scale.shape, x.shape)
-    return [letters, "".join(one.upper() if x.block or n == size else "-" for one, n, size in sizes)]
+        return [NamedDims(names, dims.decides)]
+    sizes = zip(names, x.scale.shape, x.shape)
+    of_scale = tuple(name if x.block or n == size else None for name, n, size in sizes)
+    return [NamedDims(names), NamedDims(of_scale, decides=False)]
 
 
-def _split(kernel: Callable[..., Any], operands: list[str], results: list[str]) -> Callable[..., Any]:
-    """Returns ``kernel``, a function of arrays with these letters, in ``custom_partitioning``."""
-    letters = dict.fromkeys(one for one in "".join([*operands, *results]).lower() if one != "-")
+def _split(
+    kernel: Callable[..., list[jax.Array]], operands: list[NamedDims], results: list[NamedDims]
+) -> Callable[..., list[jax.Array]]:
+    """Returns ``kernel``, a function of arrays with these names, in ``custom_partitioning``."""
+    names = list(
+        dict.fromkeys(name for dims in (*operands, *results) for name in dims.names if name is not None)
+    )
     # The results lack the dimensions that are contracted: the devices add up their partial results.
-    summed = [letter for letter in letters if letter not in "".join(results).lower()]
+    summed = [name for name in names if not any(name in dims.names for dims in results)]
 
-    def partition(mesh: Any, args: Any, outs: Any) -> Any:
+    def partition(mesh: Mesh, args: Any, outs: Any) -> tuple[Mesh, Callable[..., Any], Any, Any]:
         """Returns what each device computes, and the shardings of results and operands."""
         given, made = [*zip(operands, args)], [*zip(results, outs)]
-        of_operands, of_results = ({x: _agreed(x, arrays) for x in letters} for arrays in (given, made))
+        of_operands, of_results = ({x: _agreed(x, arrays) for x in names} for arrays in (given, made))
 
-        def rank(x: str) -> tuple[bool, ...]:
-            return x not in summed, of_operands[x] != of_results[x], not of_operands[x]
+        def rank(name: Hashable) -> tuple[bool, ...]:
+            return name not in summed, of_operands[name] != of_results[name], not of_operands[name]
 
-        axes_of: dict[str, Axes] = {}
-        for letter in sorted(letters, key=rank):
-            axes = of_operands[letter] or of_results[letter]
+        axes_of: dict[Hashable, tuple[str, ...]] = {}
+        for name in sorted(names, key=rank):
+            axes = of_operands[name] or of_results[name]
             is_used = any(set(axes) & set(others) for others in axes_of.values())
             num_parts = math.prod(mesh.shape[axis] for axis in axes)
-            if axes and not is_used and _count(letter, [*given, *made]) % num_parts == 0:
-                axes_of[letter] = axes
-        summed_axes = tuple(axis for letter in summed for axis in axes_of.get(letter, ()))
+            if axes and not is_used and _count(name, [*given, *made]) % num_parts == 0:
+                axes_of[name] = axes
+        summed_axes = tuple(axis for name in summed for axis in axes_of.get(name, ()))
 
-        def compute(*args: jax.Array) -> Any:
+        def compute(*args: jax.Array) -> list[jax.Array]:
             out = kernel(*args)
             return lax.psum(out, summed_axes) if summed_axes else out
 
-        def sharding(dims: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(axes_of.get(letter) for letter in dims.lower())))
+        def sharding(dims: NamedDims) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*map(axes_of.get, dims.names)))
 
         return mesh, compute, [*map(sharding, results)], tuple(map(sharding, operands))
 
-    def rule(mesh: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
-        """Returns the rule by which Shardy propagates shardings: one factor for each letter.
+    def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> tuple[str, dict[str, tuple[str, ...]]]:
+        """Returns the rule by which Shardy propagates shardings: one factor for each name.
 
         The factor is as large as the smallest of its dimensions, the number of blocks. If that is no
         multiple of the number of devices, the dimensions of blocks have factors of their own, as those
-        without a letter have: Shardy could split them unevenly. ``partition`` splits them alike.
+        without a name have: Shardy could split them unevenly. ``partition`` splits them alike.
         """
         arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
-        others = map("u{}".format, itertools.count())
+        factors: list[str] = []
 
-        def factor(one: str, n: int) -> str:
-            is_apart = one == "-" or (one.isupper() and _count(one.lower(), arrays) % mesh.size)
-            return next(others) if is_apart else one.lower()
+        def factor(name: Hashable, decides: bool) -> str:
+            is_apart = name is None or not (decides or _count(name, arrays) % mesh.size == 0)
+            factors.append(f"u{len(factors)}" if is_apart else f"d{names.index(name)}")
+            return factors[-1]
 
-        texts = [" ".join(map(factor, dims, x.shape)) for dims, x in arrays]
+        texts = [" ".join(factor(name, dims.decides) for name in dims.names) for dims, _ in arrays]
         text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
-        used = {factor for text in texts for factor in text.split()}
-        return text, {"reduction_factors": tuple(x for x in summed if x in used)}
+        of_sums = (f"d{names.index(name)}" for name in summed)
+        return text, {"reduction_factors": tuple(x for x in of_sums if x in factors)}
 
     split = custom_partitioning(kernel)
     split.def_partition(partition, sharding_rule=rule)
     return split
 
 
-def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
+def _agreed(name: Hashable, arrays: Named) -> tuple[str, ...]:
     """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
     found = set()
-    for dims, x in arrays:
-        if letter in dims:
-            names = dict(enumerate(x.sharding.spec)).get(dims.index(letter)) or ()
-            found.add((names,) if isinstance(names, str) else tuple(names))
+    for (names, decides), x in arrays:
+        if decides and name in names:
+            axes = dict(enumerate(x.sharding.spec)).get(names.index(name)) or ()
+            found.add((axes,) if isinstance(axes, str) else tuple(axes))
     return found.pop() if len(found) == 1 else ()
 
 
-def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:
+def _count(name: Hashable, arrays: Named) -> int:
     """Returns the number of elements of a dimension, or of its blocks if an array has one per block."""
-    return min(n for dims, x in arrays for one, n in zip(dims, x.shape) if one.lower() == letter)
+    return min(n for (names, _), x in arrays for one, n in zip(names, x.shape) if one == name)

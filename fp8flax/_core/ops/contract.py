@@ -29,8 +29,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
-from fp8flax._core.gemm.casts import Cast, quantize_blocks
+from fp8flax._core.gemm.dispatch import quantize_in_blocks
 from fp8flax._core.gemm.gemm import Gemm
+from fp8flax._core.gemm.quantize_blocks import Cast
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -46,6 +47,7 @@ from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
+from fp8flax._core.types import Accumulation
 
 _INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
 
@@ -133,7 +135,7 @@ class Contraction:
         return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
-def _accumulation_of(precision: Any) -> str:
+def _accumulation_of(precision: Any) -> Accumulation:
     """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
     if not isinstance(precision, tuple):
         raise TypeError(
@@ -229,8 +231,8 @@ def quantized_twice(
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
     if isinstance(one, BlockQuantizer) and one == other:
-        cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
-        return *no_derivative(partial(quantize_blocks, cast))(x), {}
+        cast = Cast(one, plan.dims[role], inf_is_nan=role == "output_grad")
+        return *no_derivative(partial(quantize_in_blocks, cast))(x), {}
     if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
         x = inf_to_nan(x)
     first = second = _cast(plan, role, 0, x, scales)

@@ -12,14 +12,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.gemm import sum_dtype_of
+from fp8flax._core.gemm.gemm import GemmSizes, sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.contract import STATELESS, States
 from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op
+from fp8flax._core.ops.op import Op
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 

@@ -13,11 +13,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.axes import on_automatic_axes
-from fp8flax._core.gemm.gemm import multiply
+from fp8flax._core.gemm.dispatch import multiply
+from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape, canonical
 from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op
+from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import DelayedQuantizer

@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8flax._core.axes import merge_amax, on_automatic_axes
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.gemm.gpus import warn_if_emulated
+from fp8flax._core.gemm.dispatch import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
 from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report, report_amax

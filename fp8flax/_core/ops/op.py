@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.observe import in_op
 from fp8flax._core.ops.canonical import Shape
@@ -25,20 +26,6 @@ from fp8flax._core.state.state import ScalingState, check_state_dtype
 FORMS = ("direct", "qdq")
 """The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
 quantize-dequantize around GEMMs of wide operands."""
-
-
-class GemmSizes(NamedTuple):
-    """A contraction as ``batch`` matmuls of (M, K) by (K, N)."""
-
-    batch: int
-    m: int
-    k: int
-    n: int
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the forward pass."""
-        return 2 * self.batch * self.m * self.k * self.n
 
 
 class Op:

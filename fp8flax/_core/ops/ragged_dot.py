@@ -15,11 +15,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
-from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
+from fp8flax._core.gemm.dispatch import multiply_ragged
+from fp8flax._core.gemm.gemm import GemmSizes
+from fp8flax._core.gemm.ragged import ends_of_groups
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape
 from fp8flax._core.ops.contract import STATELESS, Operand, States
 from fp8flax._core.ops.modes import check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op
+from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import NVFP4Quantizer

@@ -9,7 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core.gemm import gemm
+from fp8flax._core.gemm import dispatch, hopper
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.dot_general import fp8_dot_general
@@ -72,7 +72,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, target, mo
 
     run_branch_for_gpus(monkeypatch)
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(gemm, "tiled_gemm", interpreted)
+    monkeypatch.setattr(hopper, "tiled_gemm", interpreted)
     with compiling_for(GPUS[target]):
         actual = vjp_of(BLOCKS[name], dims)(lhs, rhs, g)
     backend = "cuDNN" if target == "b200" else None if name.startswith("MX") else "Pallas"
@@ -130,7 +130,7 @@ def test_sizes_are_counted_with_their_padding(number, fits):
     dtype = np.dtype(np.float32)
     product = Gemm(Dims(3, (2,), 1), Dims(3, (2,), 1), dtype, dtype, dtype)
     with compiling_for(GPUS["h200"]):
-        assert (gemm._on_one_gpu(product, operand, operand) is gemm._hopper) == fits
+        assert (dispatch.backend_of(product, operand, operand) is hopper) == fits
 
 
 def test_symbolic_sizes():

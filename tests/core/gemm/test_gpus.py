@@ -64,7 +64,7 @@ E5M2_TWICE = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.E5M2)
     ],
 )
 def test_who_is_told_that_fp8_is_multiplied_in_a_wide_dtype(recipe, capability, is_told, monkeypatch):
-    monkeypatch.setattr("fp8flax._core.gemm.gpus.compute_capability", lambda: capability)
+    monkeypatch.setattr("fp8flax._core.gemm.dispatch.compute_capability", lambda: capability)
     dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=recipe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

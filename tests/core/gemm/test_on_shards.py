@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm.gemm import Gemm, _in_bfloat16, _letters
-from fp8flax._core.gemm.on_shards import on_shards
+from fp8flax._core.gemm import emulated
+from fp8flax._core.gemm.dispatch import named_dims
+from fp8flax._core.gemm.gemm import Gemm
+from fp8flax._core.gemm.on_shards import NamedDims, on_shards
 from fp8flax._core.qtensor import Dims
 from tests.cases import mesh
 
@@ -68,9 +70,9 @@ def test_the_gemm_of_split_operands(way, is_square):
         specs = specs[0], P(batch, depth, columns)
     # The scales lie as they come.
     shardings = [dataclasses.replace(x, codes=on(spec), scale=None) for spec, x in zip(specs, operands)]
-    of_parts = on_shards(partial(_in_bfloat16, gemm), *_letters(gemm, *operands))
+    of_parts = on_shards(partial(emulated.compute, gemm), *named_dims(gemm, *operands))
     run = jax.jit(of_parts, in_shardings=tuple(shardings))
-    np.testing.assert_allclose(run(*operands), _in_bfloat16(gemm, *operands), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(run(*operands), emulated.compute(gemm, *operands), rtol=1e-5, atol=1e-4)
     if way == "over both axes":
         assert not has_gathered(run, *operands, shape=",512")
 
@@ -96,14 +98,15 @@ def test_split_tensors_are_quantized_as_whole_ones(sizes, spec, block):
     def pair(x):
         return tuple(quantizer.quantize(x, Dims(3, (contract,), 1)) for contract in (2, 1))
 
-    run = jax.jit(on_shards(pair, ["abc"], ("abc", "abc")), in_shardings=on(spec))
+    named = NamedDims(("batch", "rows", "columns"))
+    run = jax.jit(on_shards(pair, [named], [named, named]), in_shardings=on(spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), jax.jit(pair)(x))
     is_gathered = sizes != (512, 512) or any(isinstance(names, tuple) for names in spec)
     assert is_gathered or not has_gathered(run, x, shape="512,512")
 
 
 def test_sums_of_parts_that_know_their_place():
-    """Capital letters follow the operands with small letters, and a dimension without letter is whole."""
+    """An array that does not decide is split as the others are; a dimension without a name is whole."""
     x, w = (jnp.asarray(np.random.default_rng(0).integers(-4, 5, (64, 3)), jnp.float32) for _ in "xw")
 
     def weighted(x, w, rows):
@@ -111,11 +114,12 @@ def test_sums_of_parts_that_know_their_place():
 
     rows = jnp.arange(64)
     run = jax.jit(
-        on_shards(weighted, ("m-", "mn", "M"), "-n"),
-        in_shardings=(
-            *[on(P(("a", "b")))] * 2,
-            on(P()),
+        on_shards(
+            weighted,
+            [NamedDims(("m", None)), NamedDims(("m", "n")), NamedDims(("m",), decides=False)],
+            [NamedDims((None, "n"))],
         ),
+        in_shardings=(on(P(("a", "b"))), on(P(("a", "b"))), on(P())),
     )
     np.testing.assert_array_equal(run(x, w, rows), weighted(x, w, rows))
     assert not has_gathered(run, x, w, rows, shape=",3")

@@ -1,4 +1,4 @@
-"""Ragged dots beside NumPy: on Hopper, with a reference in the place of the GPU kernel, and in tiles."""
+"""Which tiles hold rows of which expert, and ragged dots beside NumPy: on Hopper, and in tiles."""
 
 from functools import partial
 
@@ -8,18 +8,54 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import ragged, tiled_gemm_hopper
+from fp8flax._core.gemm import dispatch, hopper, ragged
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import Dims
 from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference
-from tests.core.gemm.test_groups import bounds
+
+ROWS, TILE = 384, 128
+
+# Tiles that several share, an empty group, rows left over and rows beyond the last; none at all.
+SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (129, 1, 127, 43), (384, 1, 0, 0)]
+# Sums that no int32 holds, negative sizes.
+LARGE = [(2**31 - 1, 5, 5, -3), (2**30, 2**30, 2**30, 2**30), (-5, 10, 100, 7)]
+
+
+def bounds(rows, sizes):
+    """First row of each group, and the row after its last one; of those left over last."""
+    sizes = np.clip(np.asarray(sizes, np.int64), 0, None)
+    ends = [*np.minimum(np.cumsum(sizes), rows).tolist(), rows]
+    return list(zip([0, *ends[:-1]], ends))
+
+
+visits_of = jax.jit(partial(ragged.visits_of, ROWS, TILE))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("sizes", [*SIZES, *LARGE, (300,), tuple(range(200)), (0,) * 255 + (300,)])
+def test_each_row_is_visited_by_its_expert(sizes):
+    """Each expert visits the tiles of its rows, in the order of the rows; what is too many has no rows."""
+    expected, first, number = [], [], []
+    for expert, (start, end) in enumerate(bounds(ROWS, sizes)[:-1]):
+        first.append(len(expected))
+        for row in range(start // TILE * TILE, end if start < end else 0, TILE):
+            expected.append((row, expert, max(start, row) - row, min(end, row + TILE) - row))
+        number.append(len(expected) - first[-1])
+    found = jax.tree.map(np.asarray, visits_of(np.array(sizes, np.int32)))
+    assert list(zip(*(x[: len(expected)].tolist() for x in found[:4]))) == expected
+    assert (found.first.tolist(), found.number.tolist()) == (first, number)
+    assert len(found.row) == ROWS // TILE + len(sizes) - 1
+    unused = slice(len(expected), None)
+    assert not found.row[unused].any()
+    assert not found.high[unused].any()
+    assert (found.expert < len(sizes)).all()
+
 
 E4M3 = jnp.float8_e4m3fn
 SQUARE = fp8.Float8BlockScaling(use_f32_scales=True).gemms.forward
-ON_HOPPER = ragged.grouped_products, ragged.grouped_sums
-IN_TILES = ragged._products_in_tiles, ragged._sums_in_tiles
+ON_HOPPER, IN_TILES = hopper.compute_experts, partial(ragged.compute, dispatch.multiply)
 QUANTIZERS = {
     "tensorwise": (fp8.CurrentQuantizer(dtype=E4M3),) * 2,
     "axiswise": (fp8.CurrentQuantizer(dtype=E4M3, granularity="axiswise"),) * 2,
@@ -35,7 +71,7 @@ def quantized(quantizer, x, axis):
     return quantizer.quantize(jnp.asarray(x), dims(x, axis))
 
 
-def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
+def check_ragged_dots(multiply, name, rows, sizes, depth, columns, out_dtype):
     """No NaN of a row leaves the row, or its group in a sum; no NaN of a kernel reaches rows of others.
 
     Rows of no expert are zeros.
@@ -55,15 +91,15 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
     x[spans[-1][0] :] = g[spans[-1][0] :] = 0
     of_operands, tolerance = np.dtype(jnp.bfloat16), 2e-6 if out_dtype == jnp.float32 else 2**-8
 
-    def run(f, contract, a, b):
+    def run(contract, a, b):
         dtypes = of_operands, of_operands, np.dtype(out_dtype)
-        program = jax.jit(partial(f, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
+        program = jax.jit(partial(multiply, Gemm(*(dims(x, contract) for x in (a, b)), *dtypes)))
         out = program(a, b, np.array(sizes))
         assert "kept_wide" not in program.lower(a, b, np.array(sizes)).as_text(debug_info=True)
         assert out.dtype == out_dtype
         return np.asarray(out, np.float64)
 
-    out = run(functions[0], 1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
+    out = run(1, quantized(of_rows, x, 1), quantized(of_kernel, w, 1))
     assert out.shape == (rows, columns)
     is_nan = np.zeros(out.shape, bool)
     is_nan[poisoned] = is_nan[slice(*spans[spoiled]), 3] = True
@@ -76,7 +112,7 @@ def check_ragged_dots(functions, name, rows, sizes, depth, columns, out_dtype):
             assert error_of_product(out[kept], left[kept] @ kernel, left[kept], kernel) <= tolerance
     assert not out[slice(*spans[-1])].any()
 
-    out = run(functions[1], 0, *(quantized(of_rows, a, 0) for a in (x, g)))
+    out = run(0, *(quantized(of_rows, a, 0) for a in (x, g)))
     assert out.shape == (experts, depth, columns)
     left, right = (with_reference(of_rows, a, 0) for a in (x, g))
     for e, (start, end) in enumerate(spans[:-1]):
@@ -102,7 +138,7 @@ FIRST, *OTHERS = CASES
 
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
 def test_ragged_dots_on_hopper(case, monkeypatch):
-    monkeypatch.setattr(ragged, "tiled_gemm", tiled_gemm_in_jax)
+    monkeypatch.setattr(hopper, "tiled_gemm", tiled_gemm_in_jax)
     check_ragged_dots(ON_HOPPER, *CASES[case])
 
 
@@ -115,9 +151,9 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
     """With the GPU kernel in the interpreter, which compiles it anew for each core."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    kernel = partial(tiled_gemm_hopper.tiled_gemm, interpret=InterpretGPUParams())
-    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-    monkeypatch.setattr(ragged, "tiled_gemm", kernel)
+    kernel = partial(hopper.tiled_gemm, interpret=InterpretGPUParams())
+    monkeypatch.setattr(hopper, "num_cores", lambda: 1)
+    monkeypatch.setattr(hopper, "tiled_gemm", kernel)
     check_ragged_dots(ON_HOPPER, *CASES[FIRST])
 
 

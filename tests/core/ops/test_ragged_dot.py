@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.gemm import gemm, ragged
+from fp8flax._core.gemm import dispatch, ragged
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
 from tests import reference
@@ -349,8 +349,7 @@ def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(monkeypatch):
     expected = jit(step)(x, w, g, sizes)
     run_branch_for_gpus(monkeypatch)
     # XLA calls the rule of the parts from another thread, where no target is set.
-    for module in (gemm, ragged):
-        monkeypatch.setattr(module, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: 8.0)
     split, whole = (NamedSharding(mesh(a=4), spec) for spec in (P("a"), P()))
     places = split, split, split, whole
     with compiling_for(GPUS["a100"]):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import casts
-from fp8flax._core.gemm.casts import Cast, block_quantize
+from fp8flax._core.gemm import quantize_blocks
+from fp8flax._core.gemm.quantize_blocks import Cast, block_quantize
 from fp8flax._core.qtensor import Dims
 from tests.cases import assert_same_bits
 
@@ -43,11 +43,13 @@ CASES = [(block, *KINDS[i], *SIZES[i]) for i in range(3) for block in ((1, 128),
 @pytest.mark.parametrize(("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), CASES)
 def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan, monkeypatch):
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
-    monkeypatch.setattr(casts, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(quantize_blocks, "block_quantize", partial(block_quantize, interpret=True))
     quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)
-    cast = Cast(quantizer, Dims(3, (1,), 1), inf_is_nan)
+    cast = Cast(quantizer, (Dims(3, (1,), 1), Dims(3, (2,), 1)), inf_is_nan)
     x = ugly(of, *sizes)
-    found, wanted = (jax.jit(partial(f, cast))(x) for f in (casts._by_kernel, casts._by_xla))
+    found, wanted = (
+        jax.jit(partial(f, cast))(x) for f in (quantize_blocks.compute, quantize_blocks.reference)
+    )
     for ours, theirs in zip(found, wanted):
         np.testing.assert_array_equal(ours.scale, theirs.scale)
         assert_same_bits(ours.codes, theirs.codes)

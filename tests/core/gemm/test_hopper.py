@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm import gemm, tiled_gemm_hopper
-from fp8flax._core.gemm.tiled_gemm_hopper import tiled_gemm
+from fp8flax._core.gemm import hopper
+from fp8flax._core.gemm.hopper import tiled_gemm
 from tests.cases import error_of_product, hopper_gemm
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -19,8 +19,8 @@ def _interpreted(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    monkeypatch.setattr(tiled_gemm_hopper, "num_cores", lambda: 1)
-    monkeypatch.setattr(gemm, "tiled_gemm", partial(tiled_gemm, interpret=InterpretGPUParams()))
+    monkeypatch.setattr(hopper, "num_cores", lambda: 1)
+    monkeypatch.setattr(hopper, "tiled_gemm", partial(tiled_gemm, interpret=InterpretGPUParams()))
 
 
 @pytest.mark.long

@@ -1,0 +1,158 @@
+"""Our GPU kernel that quantizes a tensor in blocks for both GEMMs that it enters, and its reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from fp8flax._core.formats import fp8_max
+from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Ref
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, fits_kernels
+from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
+from fp8flax._core.quantize import divided, inf_to_nan
+from fp8flax._core.quantizers import BlockQuantizer
+
+Pair: TypeAlias = tuple[QTensor, QTensor]
+
+
+class Cast(NamedTuple):
+    """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
+
+    quantizer: BlockQuantizer
+    dims: tuple[Dims, ...]
+    """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
+    inf_is_nan: bool = False
+    """Whether an Inf becomes a NaN. Otherwise it saturates."""
+
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Returns the shape of the tensor as a stack of matrices."""
+        return max(self.dims, key=lambda dims: dims.contract).matrices(shape)
+
+
+def supports(
+    quantizer: BlockQuantizer, sizes: tuple[int, int, int], dtype: np.dtype, capability: float
+) -> bool:
+    """Returns whether a GPU quantizes a stack of matrices by the kernel."""
+    batch, rows, columns = sizes
+    return (
+        NATIVE_FP8 <= capability < NATIVE_MX  # Blackwell does not need the kernel
+        and quantizer.block in ((1, SCALE_COLUMNS), (SCALE_COLUMNS, SCALE_COLUMNS))
+        and quantizer.scale_columns is not None  # scales in float32
+        and fits_kernels((batch, round_up(rows, TILE), round_up(columns, TILE)))
+        and dtype.itemsize <= 4  # the kernel computes in float32
+    )
+
+
+def reference(cast: Cast, x: jax.Array) -> Pair:
+    """Quantizes in plain JAX."""
+    x = inf_to_nan(x) if cast.inf_is_nan else x
+    first = cast.quantizer.quantize(x, cast.dims[0])
+    return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.dims[1])
+
+
+def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
+    """Quantizes by the GPU kernel. With ``shares_codes`` both results have the codes in the same order."""
+    quantizer, (batch, rows, columns) = cast.quantizer, cast.matrices(x.shape)
+    along_columns, along_rows = block_quantize(
+        padded(x.reshape(batch, rows, columns), (batch, round_up(rows, TILE), round_up(columns, TILE))),
+        quantizer,
+        inf_is_nan=cast.inf_is_nan,
+    )
+    if shares_codes:
+        along_rows = along_columns
+
+    def tensor(dims: Dims, codes: jax.Array, scale: jax.Array) -> QTensor:
+        """Returns the tensor for a GEMM from the padded matrices."""
+        block = dims.block(quantizer.block)
+        blocks = tuple(-(-size // width) for size, width in zip(x.shape, block))
+        _, num_rows, num_columns = cast.matrices(blocks)
+        codes, scale = codes[:, :rows, :columns], scale[:, :num_rows, :num_columns]
+        return QTensor(codes.reshape(x.shape), scale.reshape(blocks), quantizer, block)
+
+    first, second = cast.dims
+    is_transposed = first.contract < second.contract  # the first GEMM contracts the rows
+    made = (along_rows, along_columns) if is_transposed else (along_columns, along_rows)
+    return tensor(first, *made[0]), tensor(second, *made[1])
+
+
+# The GPU kernel.
+
+
+def block_quantize(
+    x: jax.Array, quantizer: BlockQuantizer, *, inf_is_nan: bool = False, interpret: bool = False
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
+
+    XLA would read the matrices four times: for the amaxes of rows, for those of columns, and for two casts.
+    This GPU kernel, which uses Pallas's Triton backend, reads each tile once.
+
+    ``x`` is ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples of 128.
+    Codes and float32 scales are equal to those that ``quantizer`` makes in plain JAX. The scales are
+    ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)`` for square
+    blocks. The second codes lie in the order of the transpose. ``interpret`` runs the kernel on any device.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    batch, rows, columns = x.shape
+    row_blocks, column_blocks = rows // TILE, columns // TILE
+    is_square, cast = quantizer.block[0] == TILE, partial(_cast, quantizer)
+
+    def kernel(x_ref: Ref, codes: Ref, transposed: Ref, scales: Ref, other_scales: Ref) -> None:
+        values = x_ref[...].astype(jnp.float32)
+        is_finite = jnp.abs(values) <= np.finfo(np.float32).max
+        finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
+        if inf_is_nan:
+            values = jnp.where(is_finite, values, np.float32(np.nan))
+        of_rows, scale = cast(values, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
+        codes[...], scales[...] = of_rows, scale.T
+        of_columns, scale = cast(values, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
+        transposed[...], other_scales[...] = of_columns.T, scale
+
+    def out(height: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        axes = jax.typeof(x).manual_axis_type
+        return jax.ShapeDtypeStruct((batch, height, width), dtype, manual_axis_type=axes)
+
+    def tile(height: int, width: int, *, is_transposed: bool = False) -> Any:
+        index = (lambda b, i, j: (b, j, i)) if is_transposed else (lambda b, i, j: (b, i, j))
+        return pl.BlockSpec((None, height, width), index)
+
+    # The kernel writes scales with the block dimension first, the layout that the Hopper kernel reads.
+    one = (1, 1) if is_square else (1, TILE)
+    scale_rows, scale_columns = (row_blocks, column_blocks) if is_square else (rows, columns)
+    codes, transposed, scale, other_scale = pl.pallas_call(
+        kernel,
+        out_shape=[
+            out(rows, columns, quantizer.dtype),
+            out(columns, rows, quantizer.dtype),
+            out(column_blocks, scale_rows, jnp.float32),
+            out(row_blocks, scale_columns, jnp.float32),
+        ],
+        grid=(batch, row_blocks, column_blocks),
+        in_specs=[tile(TILE, TILE)],
+        out_specs=[
+            tile(TILE, TILE),
+            tile(TILE, TILE, is_transposed=True),
+            tile(*one, is_transposed=True),
+            tile(*one),
+        ],
+        name=BLOCK_QUANTIZE,
+        interpret=interpret,
+        compiler_params=None if interpret else triton.CompilerParams(num_warps=8, num_stages=1),
+    )(x)
+    return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
+
+
+def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
+    scaled, scale = quantizer.scaled(values, amax, divided)
+    # Pallas's minimum and maximum return the number if the other operand is a NaN.
+    bound = np.float32(fp8_max(quantizer.dtype))
+    saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
+    return saturated.astype(quantizer.dtype), scale
