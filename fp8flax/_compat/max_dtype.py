@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jax._src.interpreters import ad, pxla
 from jax._src.numpy import array_methods
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.typing import ArrayLike
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -40,11 +41,11 @@ class _MaxDtypeRules:
         return core.ShapedArray(dtype.element_shape, _FLOAT32)
 
     @staticmethod
-    def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
+    def add(dtype: MaxDtype, x: jax.Array, y: jax.Array) -> jax.Array:
         return of_floats(dtype, lax.max(to_floats(x), to_floats(y)))
 
     @staticmethod
-    def zero(dtype: MaxDtype) -> Any:
+    def zero(dtype: MaxDtype) -> jax.Array:
         # -inf is the identity of max. It also distinguishes "no gradient" from a gradient of 0.
         return of_floats(dtype, np.full(dtype.element_shape, -np.inf, _FLOAT32))
 
@@ -53,7 +54,7 @@ class _MaxDtypeRules:
         return dtype
 
     @staticmethod
-    def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
+    def full(shape: Sequence[int], fill_value: ArrayLike, dtype: MaxDtype) -> jax.Array:
         return of_floats(dtype, jnp.full((*shape, *dtype.element_shape), fill_value, _FLOAT32))
 
     @staticmethod
@@ -65,8 +66,8 @@ class _MaxDtypeRules:
         return handler.wrap(lambda array: MaxArray(aval, array))
 
 
-class _DigestRules(_MaxDtypeRules):
-    """The rules of a digest. Its ``astype``, which would return all floats of an element, is an error."""
+class _MetaRules(_MaxDtypeRules):
+    """The rules of ``fp8_meta``, whose ``astype`` is an error: it would return all floats of an element."""
 
     allow_conversion: bool = False
 
@@ -92,7 +93,7 @@ class MaxDtype(dtypes.ExtendedDType):
 
     @property
     def _rules(self) -> Any:
-        return _DigestRules if self.element_shape else _MaxDtypeRules
+        return _MetaRules if self.element_shape else _MaxDtypeRules
 
     @property
     def itemsize(self) -> int:
@@ -121,7 +122,7 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
 # Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer. The package does
-# not use JAX's own casts: their transposes fail, and ``_DigestRules`` does not allow them.
+# not use JAX's own casts: their transposes fail, and ``_MetaRules`` does not allow them.
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
 
@@ -145,9 +146,10 @@ for _primitive in (_of_floats_p, _to_floats_p):
     mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
 
 
-def of_floats(dtype: MaxDtype, x: Any) -> Any:
+def of_floats(dtype: np.dtype | MaxDtype, x: ArrayLike) -> jax.Array:
     """Returns an array of ``dtype`` and of shape ``s``, from floats of shape ``(*s, *element_shape)``."""
-    return _of_floats_p.bind(x, dtype=dtype)
+    result: jax.Array = _of_floats_p.bind(x, dtype=dtype)
+    return result
 
 
 def to_floats(x: Any) -> Any:
@@ -174,59 +176,51 @@ Example:
 """
 
 
-digest_dtype = MaxDtype((3,))
-"""The dtype of a digest, which takes the place of a scale during a step (see ``state.state``).
+fp8_meta = MaxDtype((3,))
+"""The dtype of the array that takes the place of a scale inside of a gradient (see ``state.state``).
 
 Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
 maximum."""
 
 
-def is_max_dtype(x: Any) -> bool:
-    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``digest_dtype``."""
+def is_max_dtype(x: object) -> bool:
+    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``fp8_meta``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def from_max_dtype(x: Any) -> Any:
-    """Casts an ``fp32_max_grad`` array to float32, without a gradient; returns other values unchanged.
+    """Casts an array of a ``MaxDtype`` to float32, without a gradient; returns other values unchanged.
 
-    For a digest it returns the scale, which is the first of its numbers.
+    For ``fp8_meta`` it returns the scale, which is the first of its numbers.
     """
-    if is_digest(x):
-        return digested(x, 1)[0]
-    return lax.stop_gradient(to_floats(x)) if is_max_dtype(x) else x
+    if not is_max_dtype(x):
+        return x
+    return unpack_meta(x, 1)[0] if x.dtype == fp8_meta else lax.stop_gradient(to_floats(x))
 
 
-def is_digest(x: Any) -> bool:
-    """Returns whether ``x`` is an array (or tracer) of ``digest_dtype``."""
-    return getattr(x, "dtype", None) == digest_dtype
-
-
-def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest from its three numbers: float32 arrays of its shape."""
+def pack_meta(*numbers: jax.Array) -> jax.Array:
+    """Returns an array of ``fp8_meta`` from its three numbers: float32 arrays of its shape."""
     ndim = numbers[0].ndim
     if ndim < 2:
-        return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
-    # Digests of stacked layers: a GPU kernel can make several by selects, but only one by a stack.
+        return of_floats(fp8_meta, jnp.stack(numbers, axis=-1))
+    # For stacked layers, a GPU kernel can make several arrays by selects, but only one by a stack.
     cases = [jnp.broadcast_to(x[..., None], (*x.shape, len(numbers))) for x in numbers]
     aval = jax.typeof(cases[0])
     place = lax.broadcasted_iota(np.int32, aval.shape, ndim, out_sharding=aval.sharding)
-    return of_floats(digest_dtype, lax.select_n(place, *cases))
+    return of_floats(fp8_meta, lax.select_n(place, *cases))
 
 
-def digested(x: jax.Array, num: int = 3) -> list[jax.Array]:
-    """Returns the first ``num`` numbers of a digest, see ``to_digest``, without a gradient."""
+def unpack_meta(x: jax.Array, num: int = 3) -> list[jax.Array]:
+    """Returns the first ``num`` numbers of an array of ``fp8_meta``, without a gradient."""
     numbers = lax.stop_gradient(to_floats(x))
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
-
-
-_jax_transpose_slice = ad.fancy_transposes[lax.slice_p]
 
 
 def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
     """Transposes ``lax.slice`` as JAX does, also for arrays of a ``MaxDtype``."""
     dtype = getattr(getattr(operand, "aval", None), "dtype", None)
     if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
-        _jax_transpose_slice(g, operand, **params)
+        _rule_of_jax(g, operand, **params)
         return
     strides, pads = params["strides"] or [1] * g.ndim, []
     for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
@@ -240,6 +234,7 @@ def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
 
 _lock = threading.Lock()
 _num_differentiating = 0
+_rule_of_jax: Callable[..., None]
 _ADVICE = (
     "Inside of a gradient the FP8 scaling state is no number. Pass it on to the model unchanged. Compute "
     "norms, penalties and casts of the parameters alone: variables['params'] in Linen, nnx.Param in NNX. "
@@ -258,10 +253,12 @@ def differentiating() -> Iterator[None]:
     dtype cannot define this rule itself, so one rule of JAX is replaced, for all threads, while any of them
     is in the context. For all other dtypes the replacement calls JAX's rule.
     """
-    global _num_differentiating
+    global _num_differentiating, _rule_of_jax
     with _lock:
+        if _num_differentiating == 0:
+            _rule_of_jax = ad.fancy_transposes[lax.slice_p]
+            ad.fancy_transposes[lax.slice_p] = _transpose_slice
         _num_differentiating += 1
-        ad.fancy_transposes[lax.slice_p] = _transpose_slice
     try:
         yield
     except Exception as error:
@@ -272,4 +269,4 @@ def differentiating() -> Iterator[None]:
         with _lock:
             _num_differentiating -= 1
             if _num_differentiating == 0:
-                ad.fancy_transposes[lax.slice_p] = _jax_transpose_slice
+                ad.fancy_transposes[lax.slice_p] = _rule_of_jax
