@@ -17,6 +17,9 @@ FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
 E5M2, OCP_DTYPES = _E5M2, frozenset((_E4M3, _E5M2))
 """The dtype with more range, and the dtypes that NVIDIA GPUs multiply."""
 
+E2M1 = np.dtype(jnp.float4_e2m1fn)
+"""The dtype of NVFP4, in 4 bits."""
+
 
 class Format(enum.Enum):
     """The FP8 dtypes of the forward pass and of the backward pass, as ``(forward, backward)``.

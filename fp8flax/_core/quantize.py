@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
 from fp8flax._core.shapes import Float
+
+T = TypeVar("T")
 
 
 def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
@@ -195,7 +197,7 @@ def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: A
     return result, tangents[0].astype(result.dtype)
 
 
-def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
+def no_derivative(f: Callable[..., T]) -> Callable[..., T]:
     """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 
     The forward and backward rules of a contraction call such functions. A second derivative differentiates

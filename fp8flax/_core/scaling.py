@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,16 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8flax._core.shapes import Bool, Float, Float32, Int32
+from fp8flax._core.shapes import Bool, Float, Float32
+
+Rounding: TypeAlias = Literal["up", "floor"]
+"""How a scale becomes a power of two: by rounding up, or by the rule of the MX specification."""
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LARGEST = np.finfo(np.float32).max
+_ONE, _LARGEST_ENCODING = np.float32(1), 1 / SMALLEST_SCALE
 
 
 def finite_amax(
@@ -56,30 +61,64 @@ def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
 
 
-def scale_exponent(
-    amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
-) -> Int32[jax.Array, "*dims"]:
-    """Returns the int32 exponent ``n`` of the scale ``2**n`` of a tensor, from its finite ``amax``.
+def encode_scale(
+    amax: Float32[jax.Array, "*dims"], largest: Float[ArrayLike, "*#dims"], limit: np.float32
+) -> Float32[jax.Array, "*dims"]:
+    """Returns the factor that maps ``amax`` onto ``largest``, at most ``limit``; 1 if it is not usable."""
+    usable = is_usable(amax)
+    factor = largest / jnp.where(usable, amax, _ONE)
+    return jnp.where(usable, jnp.minimum(factor, limit), _ONE)
 
-    With the rounding ``"up"`` it is the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
-    saturates; with ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``. If the amax is 0
-    or subnormal, it is 0.
+
+def scale_of(
+    amax: Float32[jax.Array, "*#dims"],
+    fp8_max: Float[ArrayLike, "*#dims"],
+    rounding: Rounding | None = None,
+    margin: int = 0,
+    default: Float32[ArrayLike, "*#dims"] = _ONE,
+) -> Float32[jax.Array, "*dims"]:
+    """Returns the scale of an amax: of every quantizer, in the normal range of float32.
+
+    Without a rounding it is ``amax * 2**margin / fp8_max``, computed through the reciprocal, as in Flax and
+    Transformer Engine. ``"up"`` rounds it to the smallest power of two with which nothing saturates;
+    ``"floor"`` takes the binary exponent of ``amax`` minus that of ``fp8_max``. If ``amax`` is not usable,
+    the scale is ``default``.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
-    # A normal float32 number has its exponent plus 127 in bits 23 to 30, and its mantissa below.
-    bits, max_bits = lax.bitcast_convert_type(amax, jnp.int32), np.float32(fp8_max).view(np.int32)
-    result = lax.shift_right_logical(bits, np.int32(23)) - np.int32((max_bits >> 23) - margin)
-    if rounding == "up":
-        mantissa, mantissa_of_max = (x & np.int32(0x7FFFFF) for x in (bits, max_bits))
-        result = result + (mantissa > mantissa_of_max).astype(jnp.int32)
-    return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
+    usable = is_usable(amax)
+    if rounding is not None:
+        # A normal float32 number has its exponent plus 127 in bits 23 to 30, and its mantissa below.
+        bits, max_bits = lax.bitcast_convert_type(amax, jnp.int32), np.float32(fp8_max).view(np.int32)
+        exponent = lax.shift_right_logical(bits, np.int32(23)) - np.int32((max_bits >> 23) - margin)
+        if rounding == "up":
+            mantissa, mantissa_of_max = (x & np.int32(0x7FFFFF) for x in (bits, max_bits))
+            exponent = exponent + (mantissa > mantissa_of_max).astype(jnp.int32)
+        exponent = jnp.clip(exponent, np.int32(-126), np.int32(127)) + np.int32(127)
+        power = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), jnp.float32)
+        return jnp.where(usable, power, default)
+    # Powers of two change no bits. The margin is applied before the division, which could overflow.
+    reciprocal = encode_scale(amax, jnp.asarray(fp8_max, jnp.float32) / 2.0**margin, _LARGEST_ENCODING)
+    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit; what
+    # is between the two divisions keeps the result the same with and without jit. The second division comes
+    # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
+    scale = jnp.where(usable, 1.0, default) / reciprocal
+    return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
 
 
-def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*dims"]:
-    """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
-    exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
-    return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
+def scaled(
+    x: Float32[jax.Array, "*dims"],
+    amax: Float32[jax.Array, "*#dims"],
+    fp8_max: float,
+    rounding: Rounding | None,
+    divide: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[Float32[jax.Array, "*dims"], Float32[jax.Array, "*#dims"]]:
+    """Returns values over their scales, and the scales; ``divide`` divides by scales of any value."""
+    scale = scale_of(amax, fp8_max, rounding)
+    if rounding is None:
+        return divide(x, scale), scale
+    inverse = np.int32(254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+    return x * lax.bitcast_convert_type(inverse, jnp.float32), scale
 
 
 def compute_scale(
@@ -115,25 +154,7 @@ def compute_scale(
     Source: Transformer Engine, delayed scaling (its ``scale`` is the reciprocal of this one).
     """
     amax, scale = (jnp.asarray(x, jnp.float32) for x in (amax, scale))
-    return scale_or(jnp.where(is_usable(scale), scale, 1.0), amax, fp8_max, margin)
-
-
-def scale_or(
-    default: Float32[jax.Array, "*#dims"],
-    amax: Float32[jax.Array, "*#dims"],
-    fp8_max: Float[ArrayLike, "*#dims"],
-    margin: int = 0,
-) -> Float32[jax.Array, "*dims"]:
-    """Returns the scale of ``amax``, see ``compute_scale``; ``default`` where ``amax`` is not usable."""
-    usable = is_usable(amax)
-    # Powers of two change no bits. The margin is applied before the division, which could overflow.
-    reciprocal = (jnp.asarray(fp8_max, jnp.float32) / 2.0**margin) / jnp.where(usable, amax, 1.0)
-    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit; what
-    # is between the two divisions keeps the result the same with and without jit. The second division comes
-    # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
-    reciprocal = jnp.where(usable, jnp.minimum(reciprocal, 1 / SMALLEST_SCALE), 1.0)
-    scale = jnp.where(usable, 1.0, default) / reciprocal
-    return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
+    return scale_of(amax, fp8_max, margin=margin, default=jnp.where(is_usable(scale), scale, 1.0))
 
 
 def push_amax(

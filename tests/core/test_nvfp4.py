@@ -1,4 +1,4 @@
-"""NVFP4: the rotation, stochastic rounding and random keys; other files test it beside other recipes.
+"""NVFP4: its transform, stochastic rounding and random keys; other files test it beside other recipes.
 
 XLA takes long to compile random numbers. So most tests multiply 32×32 matrices, by the same programs.
 """
@@ -56,19 +56,19 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
     close(*(jax.jit(partial(run, gemm))(a, b) for run in (_in_bfloat16, multiply)))
 
 
-def test_rotation():
+def test_hadamard_transform():
     x = normal(0, 3, 40, 5, dtype=jnp.bfloat16)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, 8), (0, 0))).reshape(3, 3, 16, 5)
     rotated = reference_recipes.rotated(x, 1)
     expected = rotated.reshape(3, 3, 16, 5)
-    close(jax.jit(partial(nvfp4.rotated, axis=1))(x), rotated)
+    close(jax.jit(partial(nvfp4.hadamard, axis=1))(x), rotated)
     # On GPUs: a sum, and the amaxes of the groups by additions alone.
-    close(jax.jit(partial(nvfp4.rotated_by_sum, axis=2))(padded), expected)
-    amax = jax.jit(partial(nvfp4.amax_of_rotated, axis=1))(padded.reshape(3, 48, 5))
+    close(jax.jit(partial(nvfp4.hadamard_by_sum, axis=2))(padded), expected)
+    amax = jax.jit(partial(nvfp4.amax_of_hadamard, axis=1))(padded.reshape(3, 48, 5))
     close(amax, np.abs(expected).max(2))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer(rotation=True).quantize, dims=Dims(3, (1,))))
     plain, dims = fp8.NVFP4Quantizer(), Dims(3, (1,))
-    of_rotated = numbers_of(plain, dims, nvfp4.rotated(x, 1))
+    of_rotated = numbers_of(plain, dims, nvfp4.hadamard(x, 1))
     close(numbers_of(dataclasses.replace(plain, rotation=True), dims, x), of_rotated)
     q = quantize(x.at[0, 17, 2].set(jnp.inf))
     same(np.argwhere(np.isnan(DEQUANTIZE(q, "float32"))), [(0, i, 2) for i in range(16, 32)])
@@ -79,7 +79,7 @@ def test_stochastic_rounding():
     y = [6, -0.1, 0.25, -0.7, 1.2, -1.4, 1.6, -1.9, 2.3, -2.9, 3.5, -3.9, 4.2, -5, 5.9, 0]
     x = np.broadcast_to(np.float32(y), (10_000, 16))  # the amax 6 gives the scales 448 and 1/448
     quantize = partial(fp8.NVFP4Quantizer(stochastic_rounding=True).quantize, dims=Dims(2, (1,)))
-    q = jax.jit(quantize)(x, scale=KEY)
+    q = jax.jit(quantize)(x, key=KEY)
     assert (np.sign(np.asarray(q.codes).astype(np.float32)) * np.sign(y) >= 0).all()
     drawn, y = np.abs(np.asarray(q.codes).astype(np.float64)), np.abs(np.float32(y))
     below, above = GRID[np.searchsorted(GRID, y, side="right") - 1], GRID[np.searchsorted(GRID, y)]

@@ -19,9 +19,9 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute_capability, fits_kernels
 from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import BLOCK, Dims, QTensor, padded, round_up
+from fp8flax._core.qtensor import BLOCK, Dims, QTensor, Quantizer, padded, round_up
 from fp8flax._core.quantize import divided, inf_to_nan
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.scaling import scaled
 
 Pair = tuple[QTensor, QTensor]
 
@@ -29,7 +29,7 @@ Pair = tuple[QTensor, QTensor]
 class Cast(NamedTuple):
     """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
-    quantizer: BlockQuantizer
+    quantizer: Quantizer
     first: Dims
     """What the first GEMM of the tensor contracts: its rows or its columns."""
     inf_is_nan: bool = False
@@ -128,7 +128,7 @@ def _by_kernel(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array, quantizer: BlockQuantizer, *, inf_is_nan: bool = False, interpret: bool = False
+    x: jax.Array, quantizer: Quantizer, *, inf_is_nan: bool = False, interpret: bool = False
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
@@ -199,10 +199,10 @@ def block_quantize(
     return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
-def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cast(quantizer: Quantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
-    scaled, scale = quantizer.scaled(values, amax, divided)
+    bound = fp8_max(quantizer.dtype)
+    values, scale = scaled(values, amax, bound, quantizer.rounding, divided)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    bound = np.float32(fp8_max(quantizer.dtype))
-    saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
+    saturated = jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
     return saturated.astype(quantizer.dtype), scale

@@ -29,7 +29,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
-from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.names import (
     DGRAD,
@@ -41,8 +40,7 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
-from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
+from fp8flax._core.quantizers import are_cast_at_once, quantize_for_both, quantize_for_one
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -219,7 +217,9 @@ def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
-    return _cast(plan, role, 0, plan.canonical(role, x), scales)
+    quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role][0]
+    x, scale = plan.canonical(role, x), scales.get(role)
+    return quantize_for_one(quantizer, dims, x, scale, _key(plan, role, 0))
 
 
 def quantized_twice(
@@ -227,17 +227,12 @@ def quantized_twice(
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
-    one, other = plan.recipe.of_role(role)
-    if isinstance(one, BlockQuantizer) and one == other:
-        cast = Cast(one, plan.dims[role][0], inf_is_nan=role == "output_grad")
-        return *no_derivative(partial(quantize_blocks, cast))(x), {}
-    if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
-        x = inf_to_nan(x)
-    first = second = _cast(plan, role, 0, x, scales)
-    if one != other or (one is not None and not one.serves_both):
-        second = _cast(plan, role, 1, x, scales)
+    quantizers, dims = plan.recipe.of_role(role), plan.dims[role]
+    scale, keys = scales.get(role), [_key(plan, role, index) for index in (0, 1)]
+    is_gradient = role == "output_grad"
+    first, second = quantize_for_both(quantizers, dims, x, scale, keys, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
-    if role == "kernel":
+    if role == "kernel" or are_cast_at_once(*quantizers):
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
         return first, second, amax
@@ -250,13 +245,12 @@ def quantized_twice(
     return made[0], made[-1], amax
 
 
-def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
-    """Quantizes a canonical tensor for its first (0) or second (1) product."""
-    quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    given = scales.get(role)
-    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
-        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    return no_derivative(lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x)(x, given)
+def _key(plan: Contraction, role: str, index: int) -> Any:
+    """Returns the random key of a tensor for its first (0) or second (1) product; None without a key."""
+    quantizer = plan.recipe.of_role(role)[index]
+    if plan.key is None or quantizer is None or not quantizer.needs_key:
+        return None
+    return jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:

@@ -32,7 +32,8 @@ from fp8flax._compat.max_dtype import (
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import is_usable, power_of_two, push_amax, scale_exponent, scale_or
+from fp8flax._core.scaling import is_usable, push_amax
+from fp8flax._core.scaling import scale_of as scale_of_amax
 from fp8flax._core.shapes import Float32, Shaped
 from fp8flax._core.state.batching import each_alike
 
@@ -77,10 +78,7 @@ def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) 
     # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
     is_marked = scale != scale
     amax, old = jnp.where(is_marked, 0.0, amax), jnp.where(is_usable(scale) | is_marked, scale, 1.0)
-    largest, margin = fp8_max(quantizer.dtype), quantizer.margin
-    if quantizer.use_power_2_scales:
-        return jnp.where(is_usable(amax), power_of_two(scale_exponent(amax, largest, "up", margin)), old)
-    return scale_or(old, amax, largest, margin)
+    return scale_of_amax(amax, fp8_max(quantizer.dtype), quantizer.rounding, quantizer.margin, old)
 
 
 # A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
