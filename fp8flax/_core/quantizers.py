@@ -281,18 +281,6 @@ class NVFP4Quantizer(Quantizer):
         return None
 
 
-def quantize_for_one(
-    quantizer: Quantizer | None, dims: Dims, x: jax.Array, scale: Given = None, key: Given = None
-) -> QTensor | jax.Array:
-    """Returns a tensor quantized for one GEMM; wide without a quantizer. It has no derivative."""
-
-    @no_derivative
-    def run(x: jax.Array, scale: Given, key: Given) -> QTensor | jax.Array:
-        return x if quantizer is None else quantizer.quantize(x, dims, scale, key)
-
-    return run(x, scale, key)
-
-
 def are_cast_at_once(one: Quantizer | None, other: Quantizer | None) -> bool:
     """Returns whether one pass over a tensor makes its codes for both GEMMs, see ``quantize_blocks``."""
     return isinstance(one, BlockQuantizer) and one == other
@@ -316,7 +304,11 @@ def quantize_for_both(
         return no_derivative(partial(quantize_blocks, Cast(one, dims[0], is_gradient)))(x)
     if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
         x = inf_to_nan(x)
-    first = quantize_for_one(one, dims[0], x, scale, keys[0])
-    if one == other and (one is None or one.serves_both):
-        return first, first
-    return first, quantize_for_one(other, dims[1], x, scale, keys[1])
+
+    def quantized(index: int) -> QTensor | jax.Array:
+        quantizer, of_gemm = quantizers[index], dims[index]
+        run = lambda x, scale, key: quantizer.quantize(x, of_gemm, scale, key) if quantizer else x  # noqa: E731
+        return no_derivative(run)(x, scale, keys[index])
+
+    first = quantized(0)
+    return first, first if one == other and (one is None or one.serves_both) else quantized(1)

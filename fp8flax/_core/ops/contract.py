@@ -40,7 +40,7 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
-from fp8flax._core.quantizers import are_cast_at_once, quantize_for_both, quantize_for_one
+from fp8flax._core.quantizers import are_cast_at_once, quantize_for_both
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -217,9 +217,9 @@ def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
-    quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role][0]
-    x, scale = plan.canonical(role, x), scales.get(role)
-    return quantize_for_one(quantizer, dims, x, scale, _key(plan, role, 0))
+    quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role]
+    keys = _key(plan, role, 0), None
+    return quantize_for_both((quantizer, None), dims, plan.canonical(role, x), scales.get(role), keys)[0]
 
 
 def quantized_twice(
