@@ -111,6 +111,12 @@ def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, scale, cpu=divided, default=operator.truediv)
 
 
+def over_power_of_two(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x / scale``, for float32 scales that are powers of two: ``x`` times their reciprocals."""
+    bits = np.int32(254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+    return x * lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
     """Casts a wide array, already divided by its scale, to FP8; values out of range saturate."""
     limit = jnp.asarray(fp8_max(q_dtype), x.dtype)

@@ -17,8 +17,15 @@ from fp8flax._core.formats import E2M1, OCP_DTYPES, fp8_max
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.qtensor import Dims, Given, QTensor, Quantizer, join_blocks, split_blocks
-from fp8flax._core.quantize import inf_to_nan, no_derivative, quantize, quotient, saturated
-from fp8flax._core.scaling import Rounding, finite_amax, scale_of, scaled
+from fp8flax._core.quantize import (
+    inf_to_nan,
+    no_derivative,
+    over_power_of_two,
+    quantize,
+    quotient,
+    saturated,
+)
+from fp8flax._core.scaling import Rounding, amax_to_scale, finite_amax
 
 AmaxAlgorithm: TypeAlias = Literal["max", "most_recent"]
 Granularity: TypeAlias = Literal["tensorwise", "axiswise"]
@@ -117,7 +124,7 @@ class CurrentQuantizer(Quantizer):
         amax = finite_amax(x, axes)
         if self.amax_epsilon:
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
-        scale = scale_of(amax, fp8_max(self.dtype), self.rounding)
+        scale = amax_to_scale(amax, fp8_max(self.dtype), self.rounding)
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 
@@ -194,8 +201,9 @@ class BlockQuantizer(Quantizer):
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         block = dims.block(self.block)
         blocks, within = split_blocks(x, block)
-        amax, limit = finite_amax(blocks, within), fp8_max(self.dtype)
-        values, scale = scaled(blocks.astype(jnp.float32), amax, limit, self.rounding, quotient)
+        scale = amax_to_scale(finite_amax(blocks, within), fp8_max(self.dtype), self.rounding)
+        divide = over_power_of_two if self.rounding else quotient
+        values = divide(blocks.astype(jnp.float32), scale)
         if self.scale == "e8m0":
             # By its bits, because XLA cannot send E8M0 numbers between GPUs.
             exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -70,19 +70,18 @@ def encode_scale(
     return jnp.where(usable, jnp.minimum(factor, limit), _ONE)
 
 
-def scale_of(
+def amax_to_scale(
     amax: Float32[jax.Array, "*#dims"],
     fp8_max: Float[ArrayLike, "*#dims"],
     rounding: Rounding | None = None,
     margin: int = 0,
     default: Float32[ArrayLike, "*#dims"] = _ONE,
 ) -> Float32[jax.Array, "*dims"]:
-    """Returns the scale of an amax: of every quantizer, in the normal range of float32.
+    """Returns the scale of an amax, by the rule of all quantizers, or ``default`` if the amax is not usable.
 
-    Without a rounding it is ``amax * 2**margin / fp8_max``, computed through the reciprocal, as in Flax and
-    Transformer Engine. ``"up"`` rounds it to the smallest power of two with which nothing saturates;
-    ``"floor"`` takes the binary exponent of ``amax`` minus that of ``fp8_max``. If ``amax`` is not usable,
-    the scale is ``default``.
+    Without a rounding the scale is that of ``compute_scale``. ``"up"`` takes the smallest power of two with
+    which nothing saturates, and ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``. The
+    scale is a normal float32 number.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
@@ -104,21 +103,6 @@ def scale_of(
     # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
     scale = jnp.where(usable, 1.0, default) / reciprocal
     return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
-
-
-def scaled(
-    x: Float32[jax.Array, "*dims"],
-    amax: Float32[jax.Array, "*#dims"],
-    fp8_max: float,
-    rounding: Rounding | None,
-    divide: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[Float32[jax.Array, "*dims"], Float32[jax.Array, "*#dims"]]:
-    """Returns values over their scales, and the scales; ``divide`` divides by scales of any value."""
-    scale = scale_of(amax, fp8_max, rounding)
-    if rounding is None:
-        return divide(x, scale), scale
-    inverse = np.int32(254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
-    return x * lax.bitcast_convert_type(inverse, jnp.float32), scale
 
 
 def compute_scale(
@@ -154,7 +138,7 @@ def compute_scale(
     Source: Transformer Engine, delayed scaling (its ``scale`` is the reciprocal of this one).
     """
     amax, scale = (jnp.asarray(x, jnp.float32) for x in (amax, scale))
-    return scale_of(amax, fp8_max, margin=margin, default=jnp.where(is_usable(scale), scale, 1.0))
+    return amax_to_scale(amax, fp8_max, margin=margin, default=jnp.where(is_usable(scale), scale, 1.0))
 
 
 def push_amax(

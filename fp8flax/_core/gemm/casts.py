@@ -20,8 +20,8 @@ from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, are_positive, compute
 from fp8flax._core.gemm.on_shards import on_shards
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import BLOCK, Dims, QTensor, Quantizer, padded, round_up
-from fp8flax._core.quantize import divided, inf_to_nan
-from fp8flax._core.scaling import scaled
+from fp8flax._core.quantize import divided, inf_to_nan, over_power_of_two
+from fp8flax._core.scaling import amax_to_scale
 
 Pair = tuple[QTensor, QTensor]
 
@@ -202,7 +202,8 @@ def block_quantize(
 def _cast(quantizer: Quantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
     bound = fp8_max(quantizer.dtype)
-    values, scale = scaled(values, amax, bound, quantizer.rounding, divided)
+    scale = amax_to_scale(amax, bound, quantizer.rounding)
+    values = (over_power_of_two if quantizer.rounding else divided)(values, scale)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
     saturated = jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
     return saturated.astype(quantizer.dtype), scale

@@ -32,8 +32,7 @@ from fp8flax._compat.max_dtype import (
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import is_usable, push_amax
-from fp8flax._core.scaling import scale_of as scale_of_amax
+from fp8flax._core.scaling import amax_to_scale, is_usable, push_amax
 from fp8flax._core.shapes import Float32, Shaped
 from fp8flax._core.state.batching import each_alike
 
@@ -78,7 +77,7 @@ def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) 
     # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
     is_marked = scale != scale
     amax, old = jnp.where(is_marked, 0.0, amax), jnp.where(is_usable(scale) | is_marked, scale, 1.0)
-    return scale_of_amax(amax, fp8_max(quantizer.dtype), quantizer.rounding, quantizer.margin, old)
+    return amax_to_scale(amax, fp8_max(quantizer.dtype), quantizer.rounding, quantizer.margin, old)
 
 
 # A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
