@@ -52,7 +52,7 @@ def numbers_of(
     if isinstance(quantizer, NVFP4Quantizer):
         x = hadamard(x, dims.contract[-1]) if quantizer.rotation and dims.contract else x.astype(np.float32)
         quantizer = dataclasses.replace(quantizer, rotation=False)
-    key = jax.random.key(0) if quantizer.needs_key else None  # any random numbers
+    key = jax.random.key(0) if quantizer.stochastic_rounding else None  # any random numbers
     q = quantizer.quantize(x, dims, delayed_scale, key)
     # A number of NumPy, so that float64 stays float64 under strict promotion.
     number = np.float64 if x.dtype == jnp.float64 else np.float32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import string
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.custom_batching import custom_vmap
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
 from fp8flax._core.gemm.on_shards import on_devices
-from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
+from fp8flax._core.qtensor import Given, join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
 from fp8flax._core.scaling import encode_scale, finite_amax
 from fp8flax._core.shapes import Float, Float32, UInt8
@@ -26,8 +25,7 @@ GROUP = 16
 
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST_ENCODING = np.float32(2.0**117)
-"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
-is a normal number, also times the smallest scale of a block."""
+"""The largest factor before the cast, so that the smallest product of both scales is a normal number."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of the transform: fixed, as in Transformer Engine, because both operands must have the same."""
@@ -47,8 +45,8 @@ def _matrix() -> jax.Array:
 def hadamard(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
     """Returns the randomized Hadamard transform of each 16 elements of ``x`` along an axis, in float32.
 
-    Zeros fill up the last 16. If two operands of a product are transformed along the axis that the product
-    sums over, the product stays the same, since the matrix is orthogonal.
+    Zeros fill up the last 16. The matrix is orthogonal, so a product stays the same if both operands are
+    transformed along the axis that it sums over.
     """
     x = filled(x, axis)
     # XLA for GPUs fuses the sum into the pass that makes the codes. XLA for CPUs may sum in another order
@@ -112,13 +110,12 @@ def quantized(
     block: tuple[int, ...],
     axis: int | None = None,
     bits: UInt8[jax.Array, "*dims"] | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
     The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
-    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
-    largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
-    random bits. ``axis`` is that of a Hadamard transform before, if there is one.
+    or an Inf has the scale NaN, and does not count in the amax. Codes are rounded to the nearest, or
+    stochastically by the random bits. ``axis`` is that of a Hadamard transform before the cast.
 
     Source: arXiv:2509.25149; Transformer Engine, ``NVFP4BlockScaling``.
     """
@@ -169,7 +166,7 @@ def _rounded_stochastically(
 
     In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
     random number below one step is added to these bits, which are then cut off. Its last bit is one that
-    the byte has, so that the mean has no bias. (Each value is used once. Otherwise XLA for GPUs keeps the
+    the byte has, so that the mean has no bias. (Each value is used once, or XLA for GPUs would keep the
     transformed tensor in float32.)
     """
     near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
@@ -179,11 +176,11 @@ def _rounded_stochastically(
     return cut.astype(jnp.float32) * np.float32(2.0**14)
 
 
-def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
+def random_bits(key: Given, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
     """Returns a random byte for each element of ``x``.
 
-    Inside ``jax.shard_map`` each device draws its own, over the axes that ``x`` varies over. Under
-    ``jax.vmap`` the elements of a batch of ``x`` have bytes of their own, also if they share the key.
+    Inside ``jax.shard_map`` each device has bytes of its own, over the axes that ``x`` varies over; so has
+    each element of a batch of ``x`` under ``jax.vmap``, also if all share the key.
     """
     if key is None:
         raise ValueError(
@@ -199,12 +196,12 @@ def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
 
 
 @custom_vmap
-def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
+def _bits_like(keys: jax.Array, x: jax.Array) -> jax.Array:
     """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
 
-    def bits(key: Any) -> jax.Array:
-        # Four neighbors share the bytes of a word, because JAX computes each word by some 80 operations.
-        # They are neighbors in the last dimension, because a GPU often has few elements of the first ones.
+    def bits(key: jax.Array) -> jax.Array:
+        # Four neighbors share the bytes of a word, because JAX computes each word by some 80 operations:
+        # in the last dimension, because a GPU often has few elements of the first ones.
         shape = x.shape[num_batch:]
         *others, columns = shape or (1,)
         words = jax.random.bits(key, (*others, -(-columns // 4)), np.uint32)
@@ -218,7 +215,9 @@ def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
 
 
 @_bits_like.def_vmap
-def _bits_like_rule(size: int, is_batched: Any, keys: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+def _bits_like_rule(
+    size: int, is_batched: list[bool], keys: jax.Array, x: jax.Array
+) -> tuple[jax.Array, bool]:
     """Draws for each element of the batch with its own key, or for all of them with the same key."""
     keys_batched, x_batched = is_batched
     if keys_batched:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.options import check_bool
 from fp8flax._core.scaling import Rounding
 from fp8flax._core.shapes import Float, Shaped, UInt8
 
@@ -49,9 +50,8 @@ class Dims(NamedTuple):
     def block(self, rows_and_columns: tuple[int, int]) -> tuple[int, ...]:
         """Returns the number of elements along each dimension of a block that shares a scale.
 
-        The columns of a block run along the last contracted dimension, its rows along the last free one. If
-        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
-        multiple of the block, which ``canonical`` takes care of.
+        The columns of a block run along the last contracted dimension, its rows along the last free one. A
+        block does not reach over several dimensions, which ``canonical`` takes care of.
         """
         block = [1] * self.ndim
         for places, size in zip((self.free, self.contract), rows_and_columns):
@@ -70,14 +70,16 @@ Given: TypeAlias = jax.Array | None
 
 
 class Quantizer:
-    """Turns one operand of one GEMM into codes and scales: the base class of those in ``quantizers``."""
+    """Turns one operand of one GEMM into codes and scales; base class of those in ``quantizers``."""
 
     dtype: Any
-    """The FP8 dtype of the codes. It may be given in any form, and becomes a NumPy dtype."""
+    """The FP8 dtype of the codes: a NumPy dtype, so that equal quantizers compare and hash equal."""
     block: Any = None
     """With scales per block the ``(rows, columns)`` of a block, see ``BlockQuantizer``; None otherwise."""
     use_power_2_scales: bool = False
     """Whether scales are rounded up to powers of two."""
+    stochastic_rounding: bool = False
+    """Whether values are rounded up or down at random, by a random key."""
     scale_dtype: ClassVar[Any] = None
     """The dtype of scales of one byte."""
     unit_columns: ClassVar[int]
@@ -86,8 +88,8 @@ class Quantizer:
     """Whether an Inf gives a NaN. Other quantizers saturate it."""
 
     def __post_init__(self) -> None:
-        # A NumPy dtype, so that equal quantizers compare and hash equal.
         object.__setattr__(self, "dtype", as_fp8_dtype(self.dtype, "dtype"))
+        check_bool("use_power_2_scales", self.use_power_2_scales)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -115,11 +117,6 @@ class Quantizer:
         return self.has_one_scale
 
     @property
-    def needs_key(self) -> bool:
-        """Returns whether ``quantize`` rounds stochastically, by a random key."""
-        return False
-
-    @property
     def stored(self) -> Quantizer:
         """Returns the quantizer of a stored kernel: that of the same values, with a scale per row."""
         return self
@@ -131,9 +128,9 @@ class Quantizer:
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         """Quantizes an operand for one GEMM, which contracts some of its dimensions.
 
-        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
-        ``scale`` is the float32 scale of this step, for delayed scaling: one element, or one per stacked
-        tensor. ``key`` is a key of ``jax.random``, for stochastic rounding.
+        NaN stays NaN, and an Inf saturates; scales ignore both. ``scale`` is the float32 scale of this
+        step, for delayed scaling: one element, or one per stacked tensor. ``key`` is a key of
+        ``jax.random``, for stochastic rounding.
         """
         raise NotImplementedError
 
@@ -184,14 +181,9 @@ class QTensor:
         return self.codes.ndim
 
     def dequantize(self, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns codes times scales.
-
-        They are multiplied in float32, or in float64 if ``dtype`` is float64. The product is then rounded
-        once to ``dtype``. (In NVFP4 the product of code and block scale is exact, also in bfloat16.)
-        """
+        """Returns codes times scales, multiplied in float32 or float64 and rounded once to ``dtype``."""
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-        # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be
-        # rounded.
+        # Without the barrier XLA removes a cast to FP8 and back on GPUs, and nothing is rounded.
         codes = lax.optimization_barrier(self.codes)
         if self.block:
             blocks, within = split_blocks(codes.astype(wide), self.block)
@@ -227,9 +219,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def dequantized(
-    operand: QTensor | Float[jax.Array, "*dims"], dtype: DTypeLike
-) -> Float[jax.Array, "*dims"]:
+def dequantized(operand: QTensor | jax.Array, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
     """Returns an operand in a wide dtype, whether it was quantized or not."""
     return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
 

@@ -38,12 +38,8 @@ _FLOAT32 = np.finfo(np.float32)
 class DelayedQuantizer(Quantizer):
     """Quantizer with one scale per tensor, taken from the amaxes of past steps.
 
-    The layer keeps the scale and the history as its scaling state. The fields are those of
-    ``DelayedScaling``, and ``dtype``, the FP8 dtype of the codes.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has a value out of range.
+    The layer keeps the scale and the history as its scaling state. The fields and their errors are those of
+    ``DelayedScaling``, but for ``dtype``, the FP8 dtype of the codes.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -68,7 +64,6 @@ class DelayedQuantizer(Quantizer):
         length = check_int("amax_history_len", self.amax_history_len, 1)
         object.__setattr__(self, "amax_history_len", length)
         check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
-        check_bool("use_power_2_scales", self.use_power_2_scales)
 
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         assert scale is not None
@@ -89,8 +84,8 @@ class CurrentQuantizer(Quantizer):
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``granularity`` is not one of the two words, or ``amax_epsilon`` is neither 0 nor a
-            normal, positive float32.
+        ValueError: ``granularity`` is another word, or ``amax_epsilon`` neither 0 nor a normal, positive
+            float32.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -108,7 +103,6 @@ class CurrentQuantizer(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("granularity", self.granularity, get_args(Granularity))
-        check_bool("use_power_2_scales", self.use_power_2_scales)
         epsilon = self.amax_epsilon
         if not (epsilon == 0 or float(_FLOAT32.tiny) <= epsilon <= float(_FLOAT32.max)):
             raise ValueError(f"amax_epsilon must be 0 or a normal, positive float32; got {epsilon}.")
@@ -260,10 +254,6 @@ class NVFP4Quantizer(Quantizer):
                 "block of an NVFP4Quantizer must be (1, 16), or (16, 16) without rotation; got "
                 f"block={self.block!r}, rotation={self.rotation}."
             )
-
-    @property
-    def needs_key(self) -> bool:
-        return self.stochastic_rounding
 
     @property
     def serves_both(self) -> bool:

@@ -56,7 +56,7 @@ class GemmRecipe:
 
     Raises:
         TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
-        ValueError: ``accumulation`` is not one of the three words, or a single operand is rotated.
+        ValueError: ``accumulation`` is another word, or only one operand has a ``rotation``.
 
     Example:
         >>> import fp8flax as fp8
@@ -203,7 +203,7 @@ class CustomRecipe(Recipe):
     @property
     def is_random(self) -> bool:
         """Returns whether a quantizer rounds stochastically, and needs a random key."""
-        return any(quantizer and quantizer.needs_key for quantizer in self.quantizers)
+        return any(quantizer and quantizer.stochastic_rounding for quantizer in self.quantizers)
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
@@ -220,13 +220,11 @@ class DelayedScaling(Recipe):
     """Recipe with one scale per tensor, taken from the amaxes of past steps.
 
     The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; then the step's own amax enters the
-    history. The tensor needs no extra pass before it is cast.
+    history. The tensor needs no extra pass before it is cast. The scales and the history equal those of
+    Flax bit for bit, so each library loads the other's checkpoints.
 
     A single outlier sets the scale for as long as the history holds it, and ordinary data may then become
     zero in FP8. A shorter history forgets an outlier sooner: ``amax_history_len=16``.
-
-    The scales and the history equal those of Flax bit for bit, so each library loads the other's
-    checkpoints.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
@@ -367,9 +365,9 @@ class NVFP4BlockScaling(Recipe):
     """NVFP4 recipe: 4-bit values, an e4m3 scale per 16 of them, and a float32 scale per tensor.
 
     A kernel has blocks of 16×16 values; inputs and output gradients have blocks of 1×16 along the
-    contraction. For the gradient of the kernel they are rotated first: a randomized Hadamard transform
-    spreads outliers. Output gradients are rounded stochastically, because rounding to the nearest would
-    bias small gradients.
+    contraction. For the gradient of the kernel a randomized Hadamard transform first spreads their
+    outliers. Output gradients are rounded stochastically, because rounding to the nearest would bias small
+    gradients.
 
     Stochastic rounding needs a random key, named ``fp8``, when gradients are computed. In Linen pass it at
     each step, as for dropout: ``model.apply(variables, x, rngs={"fp8": key})``. ``nn.scan`` and ``nn.vmap``
@@ -381,7 +379,7 @@ class NVFP4BlockScaling(Recipe):
     wider dtype, as published: ``quantize_model(model, exclude=…)``.
 
     Attributes:
-        disable_rht: whether tensors are not rotated.
+        disable_rht: whether there is no randomized Hadamard transform.
         disable_stochastic_rounding: whether output gradients are rounded to the nearest. No key is needed.
         disable_2d_quantization: whether kernels, too, have blocks of 1×16, and are quantized twice.
 

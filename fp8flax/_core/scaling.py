@@ -28,9 +28,8 @@ def finite_amax(
 ) -> Float32[jax.Array, "*reduced"]:
     """Returns the largest finite magnitude over ``axes`` (kept, with size 1), or of all of ``x``; float32.
 
-    The result is 0 if no value is finite. Current scaling takes its scales from this amax. A NaN or an Inf
-    in ``x`` then does not change the scale, so the values beside it keep their precision. In the cast the
-    Inf saturates, and the NaN stays a NaN.
+    The result is 0 if no value is finite. Current scaling takes its scales from this amax, so that the
+    values beside a NaN or an Inf keep their precision.
     """
     magnitude = jnp.where(lax.is_finite(x), jnp.abs(x), jnp.zeros((), x.dtype))
     amax = jnp.max(magnitude, axis=axes, keepdims=axes is not None, initial=0)
@@ -55,8 +54,8 @@ def delayed_amax(
 def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     """Returns whether a scale can be computed from ``amax``: True for a finite, normal, positive number.
 
-    A subnormal amax counts as 0. XLA flushes subnormals to zero in some of its kernels and not in others.
-    The scale of a subnormal amax would also be too small for all other data.
+    A subnormal amax counts as 0, because XLA flushes subnormals to zero in some of its kernels. Its scale
+    would also be too small for all other data.
     """
     return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
 
@@ -77,11 +76,10 @@ def amax_to_scale(
     margin: int = 0,
     default: Float32[ArrayLike, "*#dims"] = _ONE,
 ) -> Float32[jax.Array, "*dims"]:
-    """Returns the scale of an amax, by the rule of all quantizers, or ``default`` if the amax is not usable.
+    """Returns the scale of an amax, a normal float32 number; ``default`` if the amax is not usable.
 
     Without a rounding the scale is that of ``compute_scale``. ``"up"`` takes the smallest power of two with
-    which nothing saturates, and ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``. The
-    scale is a normal float32 number.
+    which nothing saturates, and ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
@@ -98,9 +96,9 @@ def amax_to_scale(
         return jnp.where(usable, power, default)
     # Powers of two change no bits. The margin is applied before the division, which could overflow.
     reciprocal = encode_scale(amax, jnp.asarray(fp8_max, jnp.float32) / 2.0**margin, _LARGEST_ENCODING)
-    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit; what
-    # is between the two divisions keeps the result the same with and without jit. The second division comes
-    # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
+    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit, but
+    # for what is between the two divisions. The second division comes last: XLA for CPUs copies all that
+    # follows it into each operation that reads the scale.
     scale = jnp.where(usable, 1.0, default) / reciprocal
     return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
 
@@ -113,16 +111,14 @@ def compute_scale(
 ) -> Float32[jax.Array, "*dims"]:
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
-    ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
-    The result is clipped to the normal range of float32. The arithmetic is that of Flax and Transformer
-    Engine, through the reciprocal, so the last bit can differ from the quotient above.
-
-    If ``amax`` is subnormal, or not a positive finite number, the old ``scale`` is returned. If the same
-    holds for the old scale, the result is 1.
+    ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``,
+    clipped to the normal range of float32. As in Flax and Transformer Engine it is computed through the
+    reciprocal, so the last bit can differ from this quotient.
 
     Args:
         amax: largest magnitude, any shape; cast to float32.
-        scale: the scale to keep if there is no usable amax; broadcasts with ``amax``.
+        scale: the scale to keep if ``amax`` is subnormal, or not a positive finite number; broadcasts with
+            ``amax``. If the same holds for ``scale``, the result is 1.
         fp8_max: largest finite value of the FP8 dtype, ``jnp.finfo(dtype).max``.
         margin: headroom in powers of two.
 
@@ -149,9 +145,8 @@ def push_amax(
     If the entry at index 0 of the old history is not finite, it becomes 0: so an inf that another library
     has just recorded does not stay in the history.
     """
-    # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
-    # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,
-    # because XLA fuses them with the operations around them.
+    # In the order of Flax the oldest entry, at index 1, leaves the history, and the entry at index 0 moves
+    # to the end. XLA fuses a pad and selects with the operations around them, but not ``jnp.roll``.
     shape = amax_history.shape
     position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
@@ -172,10 +167,7 @@ def compute_amax_history(
 
     Args:
         x: a floating-point array of any shape.
-        amax_history: past amaxes, shape ``(length,)``, float32.
-
-    Returns:
-        The new history, shape and dtype of ``amax_history``.
+        amax_history: past amaxes, shape ``(length,)``, float32; so is the result.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -201,9 +193,9 @@ def apply_scales(
 ) -> Float32[jax.Array, "*dims"]:
     """Returns ``total * lhs_scale * rhs_scale`` in float32, without an intermediate overflow.
 
-    In a plain product, ``lhs_scale * rhs_scale`` or ``total * lhs_scale`` can overflow or underflow even if
-    the result does not. So if ``lhs_scale`` is very large or very small, a power of two is taken out of it
-    and is multiplied last. A factor that is a power of two does not change the rounding.
+    The product of two of them can overflow or underflow even if the result does not. So if ``lhs_scale`` is
+    very large or very small, a power of two, which changes no rounding, is taken out of it and multiplied
+    last.
 
     ``total`` holds sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums,
     which only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80. The scales

@@ -248,7 +248,7 @@ def quantized_twice(
 def _key(plan: Contraction, role: str, index: int) -> Any:
     """Returns the random key of a tensor for its first (0) or second (1) product; None without a key."""
     quantizer = plan.recipe.of_role(role)[index]
-    if plan.key is None or quantizer is None or not quantizer.needs_key:
+    if plan.key is None or quantizer is None or not quantizer.stochastic_rounding:
         return None
     return jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
 
