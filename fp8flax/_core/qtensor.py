@@ -128,9 +128,9 @@ class Quantizer:
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         """Quantizes an operand for one GEMM, which contracts some of its dimensions.
 
-        NaN stays NaN, and an Inf saturates; scales ignore both. ``scale`` is the float32 scale of this
-        step, for delayed scaling: one element, or one per stacked tensor. ``key`` is a key of
-        ``jax.random``, for stochastic rounding.
+        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
+        ``scale`` is the float32 scale of this step, for delayed scaling: one element, or one per stacked
+        tensor. ``key`` is a key of ``jax.random``, for stochastic rounding.
         """
         raise NotImplementedError
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
+
+import numpy as np
 
 from fp8flax._core.formats import Format
 from fp8flax._core.names import ROLES
@@ -19,10 +21,11 @@ from fp8flax._core.quantizers import (
     NVFP4Quantizer,
 )
 from fp8flax._core.scaling import Rounding
+from fp8flax._core.types import Accumulation
 
-QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer, NVFP4Quantizer)
+_Quantizer: TypeAlias = DelayedQuantizer | CurrentQuantizer | BlockQuantizer
+QUANTIZERS = (*get_args(_Quantizer), NVFP4Quantizer)
 
-Accumulation: TypeAlias = Literal["fast", "exact", "default"]
 Accumulations: TypeAlias = tuple[Accumulation, Accumulation, Accumulation]
 """The accumulation in forward, dgrad and wgrad."""
 
@@ -136,7 +139,7 @@ class Recipe:
             wgrad=GemmRecipe() if self.high_precision_wgrad else in_fp8,
         )
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         """Returns the quantizers of input and kernel; an output gradient is quantized like an input."""
         raise NotImplementedError
 
@@ -249,7 +252,7 @@ class DelayedScaling(Recipe):
     use_power_2_scales: bool = False
     accumulation: Accumulations = _FAST_FORWARD
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         x = DelayedQuantizer(
             dtype=dtype,
             margin=self.margin,
@@ -291,7 +294,7 @@ class Float8CurrentScaling(Recipe):
     high_precision_wgrad: bool = False
     accumulation: Accumulations = _FAST_FORWARD
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         check_bool("high_precision_wgrad", self.high_precision_wgrad)
         granularity, power_2 = self.granularity, self.use_power_2_scales
         x = CurrentQuantizer(dtype=dtype, granularity=granularity, use_power_2_scales=power_2)
@@ -323,7 +326,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     scale_rounding: Rounding = "up"
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         x = BlockQuantizer(dtype=dtype, scale_rounding=self.scale_rounding)
         return x, x
 
@@ -352,7 +355,7 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         check_bool("use_f32_scales", self.use_f32_scales)
         x = BlockQuantizer(
             dtype=dtype, block=(1, 128), scale="float32" if self.use_f32_scales else "power_of_two"
@@ -418,10 +421,10 @@ _RECIPES = (
 )
 
 
-def check_recipe(recipe: Any) -> CustomRecipe:
+def check_recipe(recipe: object) -> CustomRecipe:
     """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the six."""
     # A subclass could add fields that jit's cache key does not compare.
-    if type(recipe) not in _RECIPES:
+    if not isinstance(recipe, Recipe) or type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."
