@@ -209,6 +209,14 @@ def test_each_use_has_its_own_numbers():
     assert not np.array_equal(dx, dw)
 
 
+def test_an_input_rounded_at_random():
+    """The forward pass uses the key with and without a gradient, in the same way."""
+    forward = fp8.GemmRecipe(lhs=fp8.NVFP4Quantizer(stochastic_rounding=True), rhs=fp8.NVFP4Quantizer())
+    run = partial(fp8_dot_general, X, W, MATMUL, recipe=fp8.CustomRecipe(forward=forward))
+    differentiated = gradients(fp8.CustomRecipe(forward=forward), X, W, G)[0]
+    assert num_different([run(key=KEY), differentiated, run(key=jax.random.key(8))]) == 2
+
+
 def test_residuals_and_remat(capsys):
     """4-bit codes of the rotated input and of the kernel, their scales, and no wide tensor."""
     _, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPE, key=KEY), X, W)
