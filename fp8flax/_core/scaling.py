@@ -145,8 +145,9 @@ def push_amax(
     If the entry at index 0 of the old history is not finite, it becomes 0: so an inf that another library
     has just recorded does not stay in the history.
     """
-    # In the order of Flax the oldest entry, at index 1, leaves the history, and the entry at index 0 moves
-    # to the end. XLA fuses a pad and selects with the operations around them, but not ``jnp.roll``.
+    # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
+    # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,
+    # because XLA fuses them with the operations around them.
     shape = amax_history.shape
     position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
