@@ -7,37 +7,18 @@ import contextvars
 import inspect
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 
 from fp8flax._core.options import check_bool
-from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._core.recipes import CustomRecipe, Recipe, check_recipe
 
-_OFF = "off"
-"""Takes the place of the ambient recipe if FP8 is off."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 _jit_key: Any = jax.make_user_context(None)
-"""The ``_Ambient`` that the code of a thread runs under; None outside of ``autocast``."""
-
-
-class _Ambient:
-    """Holds an ambient recipe: a ``CustomRecipe``, None for each op's default, or ``_OFF``.
-
-    Equal values share one ``_Ambient``, so jit compares its cache keys by identity. To compare two recipes
-    runs Python code, and Python may then switch to another thread. That thread may change the cache of jit
-    while this thread reads it.
-    """
-
-    __slots__ = ("__weakref__", "recipe")
-
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
-
-
-_ambients: weakref.WeakValueDictionary[Any, _Ambient] = weakref.WeakValueDictionary()
-"""The one ``_Ambient`` of each recipe, as long as an ``autocast`` or the cache of jit refers to it."""
-
+"""The ``_Autocast`` that the code of a thread runs under; None outside of ``autocast``."""
 
 _entered = threading.local()
 """Each thread has a list ``settings`` here: the JAX contexts that it has entered, from the outermost."""
@@ -45,14 +26,22 @@ _entered = threading.local()
 _of_task: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
 """The JAX contexts that an asyncio task has entered, and those under which it was created."""
 
+_Ambient: TypeAlias = CustomRecipe | Literal["off"] | None
+"""What ``autocast`` sets: a recipe, the end of FP8, or the default of each op."""
+
 
 class _Autocast(contextlib.ContextDecorator):
-    """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
+    """Sets the ambient recipe of a thread. One object may be entered again, also by another thread.
 
-    def __init__(self, recipe: Any) -> None:
-        self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
+    Equal recipes share one object, so jit compares its cache keys by identity. To compare two recipes runs
+    Python code, and Python may then switch to another thread. That thread may change the cache of jit while
+    this thread reads it.
+    """
 
-    def __call__(self, func: Any) -> Any:
+    def __init__(self, recipe: _Ambient) -> None:
+        self.recipe = recipe
+
+    def __call__(self, func: F) -> F:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(is_of_kind(func) for is_of_kind in kinds):
             raise TypeError(
@@ -68,13 +57,13 @@ class _Autocast(contextlib.ContextDecorator):
             raise RuntimeError(
                 f"Another asyncio task of this thread is suspended under autocast. {_REMEDY}"
             )
-        setting = _jit_key(self._ambient)
+        setting = _jit_key(self)
         setting.__enter__()
         settings.append(setting)
         _of_task.set((*_of_task.get(), setting))
 
     def __exit__(self, *error: object) -> None:
-        if _jit_key.value is not self._ambient:
+        if _jit_key.value is not self:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "
                 "task or a generator was suspended under autocast, while other code of the thread entered "
@@ -84,6 +73,9 @@ class _Autocast(contextlib.ContextDecorator):
         setting.__exit__(*error)
         _of_task.set(tuple(x for x in _of_task.get() if x is not setting))
 
+
+_autocasts: weakref.WeakValueDictionary[_Ambient, _Autocast] = weakref.WeakValueDictionary()
+"""The one object for each recipe, as long as a caller or the cache of jit refers to it."""
 
 _REMEDY = "Leave autocast before each await and yield, or give the ops a recipe of their own."
 
@@ -125,7 +117,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     """
     check_bool("enabled", enabled)
     gemms = None if recipe is None else check_recipe(recipe)
-    return _Autocast(gemms if enabled else _OFF)
+    ambient: _Ambient = gemms if enabled else "off"
+    return _autocasts.setdefault(ambient, _Autocast(ambient))
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
@@ -133,7 +126,7 @@ def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
 
     The op's own recipe comes first, then that of ``autocast``, then the default.
     """
-    ambient = None if _jit_key.value is None else _jit_key.value.recipe
-    if ambient is _OFF:
+    ambient: _Ambient = None if _jit_key.value is None else _jit_key.value.recipe
+    if ambient == "off":
         return None
     return own or ambient or default

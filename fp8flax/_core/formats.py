@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 _E4M3_FNUZ, _E5M2_FNUZ = np.dtype(jnp.float8_e4m3fnuz), np.dtype(jnp.float8_e5m2fnuz)
@@ -16,6 +16,9 @@ FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
 
 E5M2, OCP_DTYPES = _E5M2, frozenset((_E4M3, _E5M2))
 """The dtype with more range, and the dtypes that NVIDIA GPUs multiply."""
+
+E2M1 = np.dtype(jnp.float4_e2m1fn)
+"""The dtype of NVFP4, in 4 bits."""
 
 
 class Format(enum.Enum):
@@ -50,7 +53,7 @@ class Format(enum.Enum):
         return self.value[1]
 
 
-def as_fp8_dtype(dtype: Any, name: str) -> np.dtype:
+def as_fp8_dtype(dtype: DTypeLike, name: str) -> np.dtype:
     """Returns ``dtype`` as one of the four 8-bit tensor dtypes, or raises ``TypeError``."""
     try:
         result = np.dtype(dtype)
@@ -63,12 +66,12 @@ def as_fp8_dtype(dtype: Any, name: str) -> np.dtype:
     return result
 
 
-def fp8_max(dtype: Any) -> float:
+def fp8_max(dtype: DTypeLike) -> float:
     """Returns the largest finite value of an FP8 dtype as a Python float; raises as ``as_fp8_dtype``."""
     return float(jnp.finfo(as_fp8_dtype(dtype, "dtype")).max)
 
 
-def is_wide_float(dtype: Any) -> bool:
+def is_wide_float(dtype: DTypeLike | None) -> bool:
     """Returns whether ``dtype`` is a float dtype of two bytes or more; False if it is not a dtype."""
     try:
         # NumPy reads None as float64.

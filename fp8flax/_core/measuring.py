@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.nvfp4 import rotated
-from fp8flax._core.qtensor import Dims
-from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
+from fp8flax._core.nvfp4 import hadamard
+from fp8flax._core.qtensor import Dims, Quantizer
+from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.shapes import Float, Float32
 
 Number: TypeAlias = jax.Array | np.ndarray
@@ -52,10 +52,10 @@ def numbers_of(
     fewer than 2**32 elements.
     """
     if isinstance(quantizer, NVFP4Quantizer):
-        x = rotated(x, dims.contract[-1]) if quantizer.rotation and dims.contract else x.astype(np.float32)
+        x = hadamard(x, dims.contract[-1]) if quantizer.rotation and dims.contract else x.astype(np.float32)
         quantizer = dataclasses.replace(quantizer, rotation=False)
-        delayed_scale = jax.random.key(0)  # any random numbers
-    q = quantizer.quantize(x, dims, delayed_scale)
+    key = jax.random.key(0) if quantizer.stochastic_rounding else None  # any random numbers
+    q = quantizer.quantize(x, dims, delayed_scale, key)
     # A number of NumPy, so that float64 stays float64 under strict promotion.
     number = np.float64 if x.dtype == jnp.float64 else np.float32
     tiny, huge = (number(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))

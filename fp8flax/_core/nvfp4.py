@@ -1,10 +1,9 @@
-"""The arithmetic of NVFP4: its two scales, the rotation of its operands, and stochastic rounding."""
+"""The arithmetic of NVFP4: its two scales, the randomized Hadamard transform, and stochastic rounding."""
 
 from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +14,24 @@ from jax.custom_batching import custom_vmap
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
 from fp8flax._core.gemm.on_shards import NamedDims, on_devices
-from fp8flax._core.qtensor import join_blocks, padded, round_up, split_blocks
+from fp8flax._core.qtensor import Given, join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
-from fp8flax._core.scaling import finite_amax, is_usable
+from fp8flax._core.scaling import encode_scale, finite_amax
 from fp8flax._core.shapes import Float, Float32, UInt8
 
 GROUP = 16
-"""The number of contracted elements that share a scale, and that a rotation mixes."""
+"""The number of contracted elements that share a scale, and that a Hadamard transform mixes."""
 
 _E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
 _LARGEST_ENCODING = np.float32(2.0**117)
-"""The largest factor before the cast, for an amax below 1.7e-32. Its reciprocal, the scale of the tensor,
-is a normal number, also times the smallest scale of a block."""
+"""The largest factor before the cast, so that the smallest product of both scales is a normal number."""
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs of a rotation: fixed, as in Transformer Engine, because both operands must be rotated alike."""
+"""The signs of the transform: fixed, as in Transformer Engine, because both operands must have the same."""
 
 
-def _rotation() -> jax.Array:
-    """Returns the matrix of a rotation: the signs, times a Hadamard matrix, over 4. It is orthogonal.
+def _matrix() -> jax.Array:
+    """Returns the matrix of the transform: the signs, times a Hadamard matrix, over 4. It is orthogonal.
 
     It is computed, because a function in ``custom_partitioning`` can have no constant arrays.
     """
@@ -43,30 +41,30 @@ def _rotation() -> jax.Array:
     return jnp.where(is_odd == 1, np.float32(-0.25), np.float32(0.25))
 
 
-def rotated(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
-    """Returns ``x``, in float32, with each 16 elements along an axis multiplied by the rotation.
+def hadamard(x: Float[jax.Array, "*dims"], axis: int) -> Float32[jax.Array, "*padded"]:
+    """Returns the randomized Hadamard transform of each 16 elements of ``x`` along an axis, in float32.
 
-    Zeros fill up the last 16. If two operands of a product are rotated along the axis that the product sums
-    over, the product stays the same, since the matrix is orthogonal.
+    Zeros fill up the last 16. The matrix is orthogonal, so a product stays the same if both operands are
+    transformed along the axis that it sums over.
     """
     x = filled(x, axis)
     # XLA for GPUs fuses the sum into the pass that makes the codes. XLA for CPUs may sum in another order
     # where jax.checkpoint computes the codes again.
-    by_sum, by_dot = (partial(rotate, axis=axis + 1) for rotate in (rotated_by_sum, rotated_by_dot))
+    by_sum, by_dot = (partial(f, axis=axis + 1) for f in (hadamard_by_sum, hadamard_by_dot))
     out: jax.Array = lax.platform_dependent(_groups(x, axis), cuda=by_sum, default=by_dot)
     return out.reshape(x.shape)
 
 
-def rotated_by_sum(groups: jax.Array, axis: int) -> jax.Array:
-    """Returns groups of 16 along an axis, rotated, by products and sums of elements."""
+def hadamard_by_sum(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, transformed, by products and sums of elements."""
     dims = [*range(axis), *range(axis + 2, groups.ndim + 1)]
-    return jnp.sum(lax.expand_dims(groups, [axis + 1]) * lax.expand_dims(_rotation(), dims), axis)
+    return jnp.sum(lax.expand_dims(groups, [axis + 1]) * lax.expand_dims(_matrix(), dims), axis)
 
 
-def rotated_by_dot(groups: jax.Array, axis: int) -> jax.Array:
-    """Returns groups of 16 along an axis, rotated, by a product of matrices."""
+def hadamard_by_dot(groups: jax.Array, axis: int) -> jax.Array:
+    """Returns groups of 16 along an axis, transformed, by a product of matrices."""
     dims = ((axis,), (0,)), ((), ())
-    out = lax.dot_general(groups, _rotation(), dims, lax.Precision.HIGHEST)
+    out = lax.dot_general(groups, _matrix(), dims, lax.Precision.HIGHEST)
     return jnp.moveaxis(out, -1, axis)
 
 
@@ -81,8 +79,8 @@ def _groups(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(shape).astype(jnp.float32)
 
 
-def amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
-    """Returns the amax of each group of ``rotated(x, axis)``, in one pass over ``x`` on a GPU."""
+def amax_of_hadamard(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the amax of each group of ``hadamard(x, axis)``, in one pass over ``x`` on a GPU."""
     groups = _groups(x, axis)
     parts = [np.float32(sign / 4) * lax.index_in_dim(groups, i, axis + 1) for i, sign in enumerate(_SIGNS)]
     for bit in (1, 2, 4):  # the fast Hadamard transform
@@ -93,31 +91,30 @@ def amax_of_rotated(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _amax_of_blocks(x: jax.Array, block: tuple[int, ...], axis: int | None) -> jax.Array:
-    """Returns the amax of each block of ``x``, or of ``x`` rotated along an axis; inf or NaN for a NaN."""
+    """Returns the amax of each block of ``x``, or of ``hadamard(x, axis)``; inf or NaN for a NaN."""
 
     def by_blocks(x: jax.Array) -> jax.Array:
-        blocks, within = split_blocks(x if axis is None else rotated(x, axis), block)
+        blocks, within = split_blocks(x if axis is None else hadamard(x, axis), block)
         # A NaN counts as inf, because a maximum can lose a NaN, at least on CPUs.
         magnitude = jnp.where(jnp.isnan(blocks), np.array(np.inf, blocks.dtype), jnp.abs(blocks))
         return jnp.max(magnitude, axis=within, initial=0)
 
     if axis is None:
         return by_blocks(x)
-    return lax.platform_dependent(x, cuda=partial(amax_of_rotated, axis=axis), default=by_blocks)
+    return lax.platform_dependent(x, cuda=partial(amax_of_hadamard, axis=axis), default=by_blocks)
 
 
 def quantized(
     x: Float[jax.Array, "*dims"],
     block: tuple[int, ...],
-    rotate: int | None = None,
+    axis: int | None = None,
     bits: UInt8[jax.Array, "*dims"] | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
     The scale of the tensor maps its amax onto the largest product of a code and a scale. A block with a NaN
-    or an Inf has the scale NaN, and does not count in the amax. Scales are rounded to the nearest, so the
-    largest values of a block can saturate. The codes are rounded to the nearest, or stochastically by the
-    random bits. ``rotate`` is the axis along which ``x`` is rotated before.
+    or an Inf has the scale NaN, and does not count in the amax. Codes are rounded to the nearest, or
+    stochastically by the random bits. ``axis`` is that of a Hadamard transform before the cast.
 
     Source: arXiv:2509.25149; Transformer Engine, ``NVFP4BlockScaling``.
     """
@@ -126,22 +123,19 @@ def quantized(
     of_blocks = NamedDims(of_x.names, decides=False)
     # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
     # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
-    find = on_devices(partial(_amax_of_blocks, block=block, axis=rotate), [of_x], [of_blocks])
+    find = on_devices(partial(_amax_of_blocks, block=block, axis=axis), [of_x], [of_blocks])
     of_block = row_major(lax.optimization_barrier(find(x)))
-    amax = finite_amax(of_block)
-    usable = is_usable(amax)
-    encoding = (_E2M1_MAX * _E4M3_MAX) / jnp.where(usable, amax, np.float32(1))
-    encoding = jnp.where(usable, jnp.minimum(encoding, _LARGEST_ENCODING), np.float32(1))
+    encoding = encode_scale(finite_amax(of_block), _E2M1_MAX * _E4M3_MAX, _LARGEST_ENCODING)
     more = () if bits is None else (bits,)
     operands = [of_x, of_blocks, NamedDims(()), *(of_x for _ in more)]
-    cast = on_devices(partial(_cast, block, rotate), operands, [of_x, of_blocks])
+    cast = on_devices(partial(_cast, block, axis), operands, [of_x, of_blocks])
     codes, scale = cast(x, of_block, encoding, *more)
     return codes, scale, np.float32(1) / encoding
 
 
 def _cast(
     block: tuple[int, ...],
-    rotate: int | None,
+    axis: int | None,
     x: jax.Array,
     of_block: jax.Array,
     encoding: jax.Array,
@@ -156,7 +150,7 @@ def _cast(
     # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program: at most 2**126. The
     # values of a block whose scale is zero are zero, and so are its codes.
     factor = jnp.where(wide == 0, np.float32(0), encoding / wide)
-    x = x.astype(jnp.float32) if rotate is None else rotated(x, rotate)
+    x = x.astype(jnp.float32) if axis is None else hadamard(x, axis)
     blocks, within = split_blocks(x, block)
     values = lax.clamp(-_E2M1_MAX, blocks * lax.expand_dims(factor, within), _E2M1_MAX)
     if bits is not None:
@@ -171,8 +165,8 @@ def _rounded_stochastically(
 
     In float16, ``x / 2**14`` has the exponents of e2m1, with subnormal numbers below 1, and 9 more bits. A
     random number below one step is added to these bits, which are then cut off. Its last bit is one that
-    the byte has, so that the mean has no bias. (Each value is used once. Otherwise XLA for GPUs keeps the
-    rotated tensor in float32.)
+    the byte has, so that the mean has no bias. (Each value is used once, or XLA for GPUs would keep the
+    transformed tensor in float32.)
     """
     near = lax.bitcast_convert_type((x * np.float32(2.0**-14)).astype(jnp.float16), jnp.uint16)
     byte = bits.astype(jnp.uint16)
@@ -181,11 +175,11 @@ def _rounded_stochastically(
     return cut.astype(jnp.float32) * np.float32(2.0**14)
 
 
-def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
+def random_bits(key: Given, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
     """Returns a random byte for each element of ``x``.
 
-    Inside ``jax.shard_map`` each device draws its own, over the axes that ``x`` varies over. Under
-    ``jax.vmap`` the elements of a batch of ``x`` have bytes of their own, also if they share the key.
+    Inside ``jax.shard_map`` each device has bytes of its own, over the axes that ``x`` varies over; so has
+    each element of a batch of ``x`` under ``jax.vmap``, also if all share the key.
     """
     if key is None:
         raise ValueError(
@@ -201,12 +195,12 @@ def random_bits(key: Any, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
 
 
 @custom_vmap
-def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
+def _bits_like(keys: jax.Array, x: jax.Array) -> jax.Array:
     """Returns random bytes for keys whose dimensions are the first ones of ``x``."""
 
-    def bits(key: Any) -> jax.Array:
-        # Four neighbors share the bytes of a word, because JAX computes each word by some 80 operations.
-        # They are neighbors in the last dimension, because a GPU often has few elements of the first ones.
+    def bits(key: jax.Array) -> jax.Array:
+        # Four neighbors share the bytes of a word, because JAX computes each word by some 80 operations:
+        # in the last dimension, because a GPU often has few elements of the first ones.
         shape = x.shape[num_batch:]
         *others, columns = shape or (1,)
         words = jax.random.bits(key, (*others, -(-columns // 4)), np.uint32)
@@ -220,7 +214,9 @@ def _bits_like(keys: Any, x: jax.Array) -> jax.Array:
 
 
 @_bits_like.def_vmap
-def _bits_like_rule(size: int, is_batched: Any, keys: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+def _bits_like_rule(
+    size: int, is_batched: list[bool], keys: jax.Array, x: jax.Array
+) -> tuple[jax.Array, bool]:
     """Draws for each element of the batch with its own key, or for all of them with the same key."""
     keys_batched, x_batched = is_batched
     if keys_batched:

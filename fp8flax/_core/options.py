@@ -12,7 +12,7 @@ import numpy as np
 from fp8flax._core.names import PARAMS
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ``ValueError`` if the value of an option is not one of the words in ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
@@ -36,13 +36,13 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None) 
     return number
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raises ``TypeError`` if an option is not a bool; it may be one of NumPy."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
 
 
-def check_variables(variables: Any) -> None:
+def check_variables(variables: object) -> None:
     """Raises ``TypeError`` if ``variables`` is not a mapping, but for instance a whole ``TrainState``."""
     if not isinstance(variables, Mapping):
         hint = " Pass state.params of a TrainState." if hasattr(variables, "opt_state") else ""
@@ -51,13 +51,13 @@ def check_variables(variables: Any) -> None:
         )
 
 
-def check_no_train_state(variables: Any) -> None:
+def check_no_train_state(variables: object) -> None:
     """Raises ``TypeError`` if ``variables``, which may be any tree, is a whole ``TrainState``."""
     if hasattr(variables, "opt_state"):
         check_variables(variables)
 
 
-def check_params(variables: Mapping[str, Any]) -> None:
+def check_params(variables: Mapping[str, object]) -> None:
     """Raises ``ValueError`` if variables lack the parameters, for instance because they are parameters."""
     if PARAMS not in variables:
         raise ValueError(
@@ -66,21 +66,21 @@ def check_params(variables: Mapping[str, Any]) -> None:
         )
 
 
-def check_optimizer(tx: Any) -> None:
+def check_optimizer(tx: object) -> None:
     """Raises ``TypeError`` if ``tx`` is no optimizer of Optax, but for instance ``optax.adam`` itself."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", f"a value of type {type(tx).__name__}")
         raise TypeError(f"tx must be an optimizer of Optax, such as optax.adam(1e-3); got {name}.")
 
 
-def check_function(name: str, value: Any, example: str) -> None:
+def check_function(name: str, value: object, example: str) -> None:
     """Raises ``TypeError`` if an argument is not a function, but for instance a model of Flax."""
     is_model = any(x.__name__ == "Module" and x.__module__.startswith("flax.") for x in type(value).__mro__)
     if is_model or not callable(value):
         raise TypeError(f"{name} must be a function, such as {example}; got {type(value).__name__}.")
 
 
-def wrong_model(model: Any, must: str, more: str = "") -> TypeError:
+def wrong_model(model: object, must: str, more: str = "") -> TypeError:
     """Returns the error for a value that is not a model, or not one that a function takes.
 
     ``must`` completes the sentence "model must …"; ``more`` is a sentence that begins with a space.

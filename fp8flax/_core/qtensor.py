@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.options import check_bool
+from fp8flax._core.scaling import Rounding
 from fp8flax._core.shapes import Float, Shaped, UInt8
 
 
@@ -50,9 +53,8 @@ class Dims(NamedTuple):
     def block(self, rows_and_columns: tuple[int, int]) -> tuple[int, ...]:
         """Returns the number of elements along each dimension of a block that shares a scale.
 
-        The columns of a block run along the last contracted dimension, its rows along the last free one. If
-        several dimensions are contracted, or free with blocks of several rows, the last of them must be a
-        multiple of the block, which ``canonical`` takes care of.
+        The columns of a block run along the last contracted dimension, its rows along the last free one. A
+        block does not reach over several dimensions, which ``canonical`` takes care of.
         """
         block = [1] * self.ndim
         for places, size in zip((self.free, self.contract), rows_and_columns):
@@ -66,19 +68,92 @@ class Dims(NamedTuple):
         return Dims(self.ndim + 1, contract, self.num_batch + (not is_free), self.is_stack)
 
 
+Given: TypeAlias = jax.Array | None
+"""The scale or the random key of a call; None if its quantizer needs none."""
+
+
+class Quantizer:
+    """Turns one operand of one GEMM into codes and scales; base class of those in ``quantizers``."""
+
+    dtype: Any
+    """The FP8 dtype of the codes: a NumPy dtype, so that equal quantizers compare and hash equal."""
+    block: Any = None
+    """With scales per block the ``(rows, columns)`` of a block, see ``BlockQuantizer``; None otherwise."""
+    use_power_2_scales: bool = False
+    """Whether scales are rounded up to powers of two."""
+    stochastic_rounding: bool = False
+    """Whether values are rounded up or down at random, by a random key."""
+    scale_dtype: ClassVar[Any] = None
+    """The dtype of scales of one byte."""
+    unit_columns: ClassVar[int]
+    """The columns that share a scale where Blackwell multiplies operands with scales per block."""
+    inf_gives_nan: ClassVar[bool] = False
+    """Whether an Inf gives a NaN. Other quantizers saturate it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_fp8_dtype(self.dtype, "dtype"))
+        check_bool("use_power_2_scales", self.use_power_2_scales)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Returns how scales become powers of two; None if they do not."""
+        return "up" if self.use_power_2_scales else None
+
+    @property
+    def is_exact_in_bfloat16(self) -> bool:
+        """Returns whether bfloat16 holds the product of any code and the scale of its block."""
+        return self.rounding is not None
+
+    @property
+    def scale_columns(self) -> int | None:
+        """Returns the number of contracted elements that share a float32 scale; None for other scales."""
+        return None
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Returns whether a tensor has one scale, regardless of the contracted dimensions."""
+        return False
+
+    @property
+    def serves_both(self) -> bool:
+        """Returns whether the codes for one GEMM of a tensor also serve its other GEMM."""
+        return self.has_one_scale
+
+    @property
+    def stored(self) -> Quantizer:
+        """Returns the quantizer of a stored kernel: that of the same values, with a scale per row."""
+        return self
+
+    def why_not_stored(self, depth: int) -> str | None:
+        """Returns why a kernel that sums over ``depth`` values cannot be stored; None if it can be."""
+        return None
+
+    def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
+        """Quantizes an operand for one GEMM, which contracts some of its dimensions.
+
+        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
+        ``scale`` is the float32 scale of this step, for delayed scaling: one element, or one per stacked
+        tensor. ``key`` is a key of ``jax.random``, for stochastic rounding.
+        """
+        raise NotImplementedError
+
+
 STATIC = {"static": True}
 """The metadata of a field that belongs to the structure of a tree, and is not a leaf."""
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QTensor:
     """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
 
+    ``==`` compares identities, as for other objects that hold arrays. Compare codes and scales instead.
+
     Attributes:
-        codes: FP8 codes, of the shape of the tensor.
-        scale: a scalar, or one dimension for each dimension of the tensor: of its size, or of size 1 where
-            all elements share a scale. With scales per block, the number of blocks.
+        codes: codes in ``quantizer.dtype``, always of the shape of the tensor.
+        scale: positive, or NaN, in float32 or of one byte. It broadcasts to the codes: a scalar, or one
+            dimension for each dimension of the tensor, of its size, or of size 1 where all elements share a
+            scale. With scales per block, its sizes are the numbers of blocks; the last may be partial.
         quantizer: the quantizer that made the codes and the scales.
         block: with scales per block, the number of elements per block along each dimension; else empty. It
             is also empty in the stored kernel of a frozen model, whose scales have another layout.
@@ -88,9 +163,15 @@ class QTensor:
 
     codes: Float[jax.Array, "*dims"] | UInt8[jax.Array, "*dims"]
     scale: Shaped[jax.Array, "*scale"]
-    quantizer: Any = dataclasses.field(metadata=STATIC)
+    quantizer: Quantizer = dataclasses.field(metadata=STATIC)
     block: tuple[int, ...] = dataclasses.field(default=(), metadata=STATIC)
     tensor_scale: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        """Returns the fields, with dtypes and shapes in the place of arrays."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        texts = {n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else x for n, x in fields.items()}
+        return f"QTensor({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,14 +184,9 @@ class QTensor:
         return self.codes.ndim
 
     def dequantize(self, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns codes times scales.
-
-        They are multiplied in float32, or in float64 if ``dtype`` is float64. The product is then rounded
-        once to ``dtype``. (In NVFP4 the product of code and block scale is exact, also in bfloat16.)
-        """
+        """Returns codes times scales, multiplied in float32 or float64 and rounded once to ``dtype``."""
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-        # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be
-        # rounded.
+        # Without the barrier XLA removes a cast to FP8 and back on GPUs, and nothing is rounded.
         codes = lax.optimization_barrier(self.codes)
         if self.block:
             blocks, within = split_blocks(codes.astype(wide), self.block)
@@ -146,9 +222,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def dequantized(
-    operand: QTensor | Float[jax.Array, "*dims"], dtype: DTypeLike
-) -> Float[jax.Array, "*dims"]:
+def dequantized(operand: QTensor | jax.Array, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
     """Returns an operand in a wide dtype, whether it was quantized or not."""
     return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
 

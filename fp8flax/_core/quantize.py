@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
 from fp8flax._core.shapes import Float
 
+T = TypeVar("T")
+Arrays = tuple[jax.Array, ...]
 
-def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
+
+def as_float_array(x: ArrayLike, name: str) -> Float[jax.Array, "*dims"]:
     """Returns ``x`` as an array of a wide float dtype, or raises ``TypeError``."""
     x = jnp.asarray(x)
     if not is_wide_float(x.dtype):
@@ -28,7 +31,7 @@ def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
     return x
 
 
-def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
+def _match_rank(scale: ArrayLike, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns ``scale`` in ``dtype``, in a shape that broadcasts with ``x``.
 
     A scale with one element becomes a scalar. Any other scale must have the rank of ``x``, and in each
@@ -60,10 +63,8 @@ def quantize(
         x: array of any shape, bfloat16, float16, float32 or float64.
         q_dtype: FP8 dtype of the result.
         scale: positive; one element, or per slice with the reduced dimensions kept at size 1.
-        compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division: bfloat16, float32 or
-            float64. Float32 (the default) is the accurate choice. Flax passes the layer's dtype: for a
-            bfloat16 ``x``, bfloat16 reproduces its rounding. Float16 raises ``TypeError``, because small
-            scales would become zero.
+        compute_dtype: dtype of the division: float32 is accurate, float64, or bfloat16, which reproduces
+            the rounding of Flax for a bfloat16 ``x``. In float16 small scales would become zero.
 
     Returns:
         Array of ``x``'s shape in ``q_dtype``.
@@ -92,12 +93,9 @@ def quantize(
 def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> Float[jax.Array, "*dims"]:
     """Returns ``x / scale``, written so that XLA for CPUs divides.
 
-    XLA for CPUs multiplies a plain ``x / scale`` by the reciprocal of the scale in some programs: if one
-    number divides many elements, and this number is a constant or is used nowhere else. The product can
-    round a tie between two FP8 codes the other way. The codes of a model would then depend on whether it is
-    jitted, and whether it is frozen.
-
-    The ``where`` below prevents this. Both of its branches are equal to ``scale``, but XLA cannot see that.
+    XLA would multiply by the reciprocal of a scale that many elements share, if it is a constant or is used
+    nowhere else. This rounds some ties between two FP8 codes the other way, so that codes would depend on
+    whether a model is jitted, or frozen. Both branches of ``where`` are equal, but XLA cannot see that.
     """
     dividend = lax.stop_gradient(x)  # the select must not add to the derivative with respect to x
     return x / jnp.where(dividend == scale, dividend, scale)
@@ -109,6 +107,12 @@ def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, scale, cpu=divided, default=operator.truediv)
 
 
+def over_power_of_two(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x / scale``, for float32 scales that are powers of two: ``x`` times their reciprocals."""
+    bits = np.int32(254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+    return x * lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
     """Casts a wide array, already divided by its scale, to FP8; values out of range saturate."""
     limit = jnp.asarray(fp8_max(q_dtype), x.dtype)
@@ -118,16 +122,13 @@ def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Arr
 def dequantize(
     x: Float[jax.Array, "*dims"], dq_dtype: DTypeLike, scale: Float[ArrayLike, "*scale"]
 ) -> Float[jax.Array, "*dims"]:
-    """Casts FP8 codes back to a wide dtype: ``x * scale``.
-
-    The product is computed in the dtype of ``scale`` (in float32, if the scale is an integer or in E8M0),
-    then cast to ``dq_dtype``.
+    """Casts FP8 codes back: ``x * scale``, in the dtype of ``scale``, then cast to ``dq_dtype``.
 
     Args:
         x: array of any shape; usually FP8. The wide result of an FP8 GEMM is rescaled in the same way.
         dq_dtype: dtype of the result: bfloat16, float16, float32 or float64.
-        scale: one element, or per slice with the reduced dimensions kept at size 1. Give it in float32 for
-            full accuracy; a bfloat16 scale reproduces Flax's rounding.
+        scale: as in ``quantize``. Float32 is accurate, and bfloat16 reproduces the rounding of Flax; an
+            integer, or E8M0, becomes float32.
 
     Returns:
         Array of ``x``'s shape in ``dq_dtype``.
@@ -160,8 +161,7 @@ def quantize_dequantize(
 ) -> Float[jax.Array, "*dims"]:
     """Casts ``x`` to FP8 and back ("fake quantization"); returns an array of the shape and dtype of ``x``.
 
-    The arguments and the errors are those of ``quantize``. The multiplication back is in ``compute_dtype``,
-    too.
+    Arguments and errors: as in ``quantize``. The multiplication is in ``compute_dtype``, too.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -180,17 +180,18 @@ qdq = quantize_dequantize
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: Any) -> jax.Array:
-    """Returns ``f(x, *constants)``. Its derivative with respect to ``x`` is that of the identity.
+def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: jax.Array) -> jax.Array:
+    """Returns ``f(x, *constants)``; its derivative with respect to ``x`` is that of the identity.
 
-    The constants have no derivative. Rounding functions need this rule: their own derivative is zero almost
-    everywhere.
+    The derivative of rounding is zero almost everywhere. The constants have no derivative.
     """
     return f(x, *constants)
 
 
 @straight_through.defjvp
-def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+def _straight_through_jvp(
+    f: Callable[..., jax.Array], primals: Arrays, tangents: Arrays
+) -> tuple[jax.Array, jax.Array]:
     result = straight_through(f, *primals)
     return result, tangents[0].astype(result.dtype)
 
@@ -208,16 +209,15 @@ def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
 on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))
 
 
-def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
+def no_derivative(f: Callable[..., T]) -> Callable[..., T]:
     """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 
-    The forward and backward rules of a contraction call such functions. A second derivative differentiates
-    these rules; it would silently be zero.
+    The rules of a contraction call such functions: a second derivative would silently be zero.
     """
     wrapped = jax.custom_jvp(f)
 
     @wrapped.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: object, tangents: object) -> NoReturn:
         raise TypeError(
             "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second "
             "derivatives pass form='qdq' to the op, or to quantize_model, with delayed scaling. "
@@ -239,8 +239,7 @@ def cast_to_representable(
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
     float32 product only by its accumulation, see ``fp8flax.GemmRecipe``.
 
-    The arguments, the errors and the result are those of ``quantize_dequantize``, which computes in float32
-    here.
+    Arguments, errors and result: as in ``quantize_dequantize`` in float32.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -255,9 +254,7 @@ def cast_to_representable(
 def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
     """Returns a cotangent in which each Inf is replaced by a NaN.
 
-    A cast to FP8 saturates an Inf to a finite value, but keeps a NaN. A gradient that overflowed must stay
-    non-finite, so that ``optax.apply_if_finite`` or a loss scale skips the step. Without the NaN, the
-    earlier layers would also take the saturated value for an ordinary gradient, and put its amax into
-    their histories.
+    A cast to FP8 would make an Inf finite. But a gradient that overflowed must stay non-finite, so that
+    ``optax.apply_if_finite`` or a loss scale skips the step, and no history gets its amax.
     """
     return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))

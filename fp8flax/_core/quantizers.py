@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,70 +11,30 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core import nvfp4
-from fp8flax._core.formats import OCP_DTYPES, as_fp8_dtype, fp8_max
+from fp8flax._core.formats import E2M1, OCP_DTYPES, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.qtensor import Dims, QTensor, join_blocks, split_blocks
-from fp8flax._core.quantize import quantize, quotient, saturated
-from fp8flax._core.scaling import compute_scale, finite_amax, power_of_two, scale_exponent
-from fp8flax._core.shapes import Float
+from fp8flax._core.qtensor import Dims, Given, QTensor, Quantizer, join_blocks, split_blocks
+from fp8flax._core.quantize import (
+    over_power_of_two,
+    quantize,
+    quotient,
+    saturated,
+)
+from fp8flax._core.scaling import Rounding, amax_to_scale, finite_amax
+
+AmaxAlgorithm: TypeAlias = Literal["max", "most_recent"]
+Granularity: TypeAlias = Literal["tensorwise", "axiswise"]
+BlockScale: TypeAlias = Literal["e8m0", "power_of_two", "float32"]
 
 _FLOAT32 = np.finfo(np.float32)
-
-
-class Quantizer:
-    """Base class of the four quantizers: each turns one operand of one GEMM into codes and scales."""
-
-    dtype: Any
-    """The FP8 dtype of the codes."""
-    # ``Any``, where a subclass defines a field or a property.
-    block: Any = None
-    """With scales per block the ``(rows, columns)`` of a block, see ``BlockQuantizer``; None otherwise."""
-    scale_dtype: ClassVar[Any] = None
-    """The dtype of scales of one byte."""
-    unit_columns: ClassVar[int]
-    """The columns that share a scale where Blackwell multiplies operands with scales per block."""
-    is_exact_in_bfloat16: ClassVar[Any]
-    """Whether bfloat16 holds the product of any code and the scale of its block."""
-    has_one_scale: ClassVar[Any] = False
-    """Whether a tensor has one scale, regardless of the contracted dimensions."""
-    scale_columns: ClassVar[Any] = None
-    """The number of contracted elements that share a float32 scale; None for other scales."""
-
-    def __post_init__(self) -> None:
-        # A NumPy dtype, so that equal quantizers compare and hash equal.
-        object.__setattr__(self, "dtype", as_fp8_dtype(self.dtype, "dtype"))
-
-    @property
-    def serves_both(self) -> bool:
-        """Returns whether the codes for one GEMM of a tensor also serve its other GEMM.
-
-        The other GEMM contracts other dimensions. If not, the wide tensor is quantized twice.
-        """
-        return bool(self.has_one_scale)
-
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
-        """Quantizes an operand for one GEMM, which contracts some of its dimensions.
-
-        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
-        Delayed scaling needs ``scale``, the float32 scale of this step: one element, or one per stacked
-        tensor. Stochastic rounding needs a key of ``jax.random`` in its place.
-        """
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedQuantizer(Quantizer):
     """Quantizer with one scale per tensor, taken from the amaxes of past steps.
 
-    The layer keeps the scale and the history as its scaling state. The other fields are those of
-    ``DelayedScaling``.
-
-    Attributes:
-        dtype: FP8 dtype of the codes.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has a value out of range.
+    The layer keeps the scale and the history as its scaling state. The fields and their errors are those of
+    ``DelayedScaling``, but for ``dtype``, the FP8 dtype of the codes.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -88,7 +47,7 @@ class DelayedQuantizer(Quantizer):
     dtype: Any
     margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     use_power_2_scales: bool = False
 
     has_one_scale: ClassVar[bool] = True
@@ -99,10 +58,9 @@ class DelayedQuantizer(Quantizer):
         object.__setattr__(self, "margin", check_int("margin", self.margin, 0, 16))
         length = check_int("amax_history_len", self.amax_history_len, 1)
         object.__setattr__(self, "amax_history_len", length)
-        check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        check_bool("use_power_2_scales", self.use_power_2_scales)
+        check_choice("amax_compute_algo", self.amax_compute_algo, get_args(AmaxAlgorithm))
 
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+    def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         assert scale is not None
         scale = scale.reshape((-1, *(1,) * (dims.ndim - 1)) if dims.is_stack else ())
         return QTensor(quantize(x, self.dtype, scale), scale, self)
@@ -121,8 +79,8 @@ class CurrentQuantizer(Quantizer):
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``granularity`` is not one of the two words, or ``amax_epsilon`` is neither 0 nor a
-            normal, positive float32.
+        ValueError: ``granularity`` is another word, or ``amax_epsilon`` neither 0 nor a normal, positive
+            float32.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -133,14 +91,13 @@ class CurrentQuantizer(Quantizer):
     """
 
     dtype: Any
-    granularity: str = "tensorwise"
+    granularity: Granularity = "tensorwise"
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("granularity", self.granularity, ("tensorwise", "axiswise"))
-        check_bool("use_power_2_scales", self.use_power_2_scales)
+        check_choice("granularity", self.granularity, get_args(Granularity))
         epsilon = self.amax_epsilon
         if not (epsilon == 0 or float(_FLOAT32.tiny) <= epsilon <= float(_FLOAT32.max)):
             raise ValueError(f"amax_epsilon must be 0 or a normal, positive float32; got {epsilon}.")
@@ -149,18 +106,15 @@ class CurrentQuantizer(Quantizer):
     def has_one_scale(self) -> bool:
         return self.granularity == "tensorwise"
 
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+    def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
             axes = tuple(range(dims.num_batch, x.ndim)) if dims.is_stack else None
         amax = finite_amax(x, axes)
         if self.amax_epsilon:
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
-        if self.use_power_2_scales:
-            new_scale = power_of_two(scale_exponent(amax, fp8_max(self.dtype), "up"))
-        else:
-            new_scale = compute_scale(amax, 1.0, fp8_max(self.dtype))
-        return QTensor(quantize(x, self.dtype, new_scale), new_scale, self)
+        scale = amax_to_scale(amax, fp8_max(self.dtype), self.rounding)
+        return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,8 +149,8 @@ class BlockQuantizer(Quantizer):
 
     dtype: Any
     block: tuple[int, int] = (1, 32)
-    scale: str = "e8m0"
-    scale_rounding: str = "up"
+    scale: BlockScale = "e8m0"
+    scale_rounding: Rounding = "up"
 
     scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
     unit_columns: ClassVar[int] = 32
@@ -213,8 +167,8 @@ class BlockQuantizer(Quantizer):
             raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
         block = tuple(check_int(f"block[{i}]", size, 1) for i, size in enumerate(self.block))
         object.__setattr__(self, "block", block)
-        check_choice("scale", self.scale, ("e8m0", "power_of_two", "float32"))
-        check_choice("scale_rounding", self.scale_rounding, ("up", "floor"))
+        check_choice("scale", self.scale, get_args(BlockScale))
+        check_choice("scale_rounding", self.scale_rounding, get_args(Rounding))
         if self.scale_rounding == "floor" and self.scale != "e8m0":
             raise ValueError(
                 f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
@@ -222,8 +176,8 @@ class BlockQuantizer(Quantizer):
             )
 
     @property
-    def is_exact_in_bfloat16(self) -> bool:
-        return self.scale != "float32"
+    def rounding(self) -> Rounding | None:
+        return None if self.scale == "float32" else self.scale_rounding
 
     @property
     def scale_columns(self) -> int | None:
@@ -233,29 +187,18 @@ class BlockQuantizer(Quantizer):
     def serves_both(self) -> bool:
         return self.block[0] == self.block[1]
 
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+    def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         block = dims.block(self.block)
         blocks, within = split_blocks(x, block)
-        values, new_scale = self.scaled(blocks.astype(jnp.float32), finite_amax(blocks, within), quotient)
+        scale = amax_to_scale(finite_amax(blocks, within), fp8_max(self.dtype), self.rounding)
+        divide = over_power_of_two if self.rounding else quotient
+        values = divide(blocks.astype(jnp.float32), scale)
         if self.scale == "e8m0":
             # By its bits, because XLA cannot send E8M0 numbers between GPUs.
-            exponent = lax.bitcast_convert_type(new_scale, jnp.int32) >> np.int32(23)
-            new_scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+            exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
+            scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
         codes = join_blocks(saturated(values, self.dtype), x.shape, block)
-        return QTensor(codes, lax.squeeze(new_scale, within), self, block)
-
-    def scaled(self, x: jax.Array, amax: jax.Array, divide: Callable[..., jax.Array]) -> Any:
-        """Returns float32 values over their scales, and the scales in float32, from the amaxes of blocks.
-
-        ``divide`` divides by scales that are no powers of two.
-        """
-        limit = fp8_max(self.dtype)
-        if self.scale == "float32":
-            scale = compute_scale(amax, 1.0, limit)
-            return divide(x, scale), scale
-        # E8M0 has the scale 2**-127, too, but XLA may flush subnormal numbers to zero.
-        exponent = jnp.maximum(scale_exponent(amax, limit, self.scale_rounding), np.int32(-126))
-        return x * power_of_two(-exponent), power_of_two(exponent)
+        return QTensor(codes, lax.squeeze(scale, within), self, block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,9 +212,9 @@ class NVFP4Quantizer(Quantizer):
     Attributes:
         block: ``(1, 16)``, or ``(16, 16)`` for codes that serve both GEMMs of a tensor; the columns run
             along the contraction.
-        rotation: whether each 16 contracted values are multiplied by a Hadamard matrix with fixed signs
-            before they are quantized, so that an outlier spreads over them. Rotate both operands of a GEMM:
-            then the product stays the same.
+        rotation: whether a randomized Hadamard transform comes first: each 16 contracted values are
+            multiplied by a Hadamard matrix with fixed signs, so that an outlier spreads. With both
+            operands of a GEMM transformed, the product stays the same.
         stochastic_rounding: whether values are rounded up or down at random, so that the result is right on
             average. It needs random numbers, see ``fp8flax.NVFP4BlockScaling``.
 
@@ -292,10 +235,11 @@ class NVFP4Quantizer(Quantizer):
     rotation: bool = False
     stochastic_rounding: bool = False
 
-    dtype: ClassVar[Any] = np.dtype(jnp.float4_e2m1fn)  # type: ignore[misc]
+    dtype: ClassVar[Any] = E2M1  # type: ignore[misc]
     scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
-    unit_columns: ClassVar[int] = 16
+    unit_columns: ClassVar[int] = nvfp4.GROUP
     is_exact_in_bfloat16: ClassVar[bool] = True
+    inf_gives_nan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bool("rotation", self.rotation)
@@ -310,10 +254,21 @@ class NVFP4Quantizer(Quantizer):
     def serves_both(self) -> bool:
         return self.block[0] > 1 and not self.stochastic_rounding
 
-    def quantize(self, x: Float[jax.Array, "*dims"], dims: Dims, scale: Any = None) -> QTensor:
+    def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         block = dims.block(self.block)
         axis = dims.contract[-1] if self.rotation and dims.contract else None
         x = x if axis is None else nvfp4.filled(x, axis)
-        bits = nvfp4.random_bits(scale, x) if self.stochastic_rounding else None
+        bits = nvfp4.random_bits(key, x) if self.stochastic_rounding else None
         codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
         return QTensor(codes, block_scale, self, block, tensor_scale)
+
+    @property
+    def stored(self) -> Quantizer:
+        return dataclasses.replace(self, block=(1, nvfp4.GROUP))
+
+    def why_not_stored(self, depth: int) -> str | None:
+        if self.rotation or self.stochastic_rounding:
+            return "its recipe rotates it, or rounds it at random"
+        if depth % nvfp4.GROUP:
+            return f"NVFP4 is stored in groups of {nvfp4.GROUP} values, and its matmul sums over {depth}"
+        return None

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from functools import cached_property
+from typing import TypeAlias, get_args
+
+import numpy as np
 
 from fp8flax._core.formats import Format
 from fp8flax._core.names import ROLES
 from fp8flax._core.options import check_bool, check_choice
+from fp8flax._core.qtensor import Quantizer
 from fp8flax._core.quantizers import (
+    AmaxAlgorithm,
     BlockQuantizer,
     CurrentQuantizer,
     DelayedQuantizer,
+    Granularity,
     NVFP4Quantizer,
-    Quantizer,
 )
+from fp8flax._core.scaling import Rounding
 from fp8flax._core.types import Accumulation
 
-QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer, NVFP4Quantizer)
+_Quantizer: TypeAlias = DelayedQuantizer | CurrentQuantizer | BlockQuantizer
+QUANTIZERS = (*get_args(_Quantizer), NVFP4Quantizer)
 
-_FAST_FORWARD = ("fast", "exact", "exact")
-"""The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
+Accumulations: TypeAlias = tuple[Accumulation, Accumulation, Accumulation]
+"""The accumulation in forward, dgrad and wgrad."""
+
+_FAST_FORWARD: Accumulations = ("fast", "exact", "exact")
+"""The default of Transformer Engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +59,7 @@ class GemmRecipe:
 
     Raises:
         TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
-        ValueError: ``accumulation`` is not one of the three words, or a single operand is rotated.
+        ValueError: ``accumulation`` is another word, or only one operand has a ``rotation``.
 
     Example:
         >>> import fp8flax as fp8
@@ -76,13 +86,20 @@ class GemmRecipe:
                 "Both operands of a GEMM must be rotated, or none: otherwise the product would be another "
                 f"one. Give both an NVFP4Quantizer with the same rotation; got {self.lhs} and {self.rhs}."
             )
-        check_choice("accumulation", self.accumulation, ("fast", "exact", "default"))
+        check_choice("accumulation", self.accumulation, get_args(Accumulation))
 
 
 class Recipe:
     """Base class of the six recipes, which say how an FP8 op scales its tensors.
 
+    Only ``DelayedScaling`` has scaling state. With one scale per tensor, or per square block, a tensor is
+    quantized once; otherwise once for each of its two GEMMs, from the wide tensor.
+
     To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that its description does not allow.
 
     Example:
         >>> import fp8flax as fp8
@@ -92,13 +109,16 @@ class Recipe:
 
     fp8_format: Format | None = None
     """The dtypes of the forward and the backward pass; None if the recipe has other dtypes."""
+    accumulation: Accumulations = ("exact", "exact", "exact")
+    """Block scales have no choice: they accumulate in float32."""
+    high_precision_wgrad: bool = False
 
     def __post_init__(self) -> None:
         check_recipe(self)  # computes ``gemms``: the quantizers and GemmRecipe check the fields
 
-    @property
+    @cached_property
     def gemms(self) -> CustomRecipe:
-        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
+        """The recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         if not isinstance(self.fp8_format, Format):
             raise TypeError(
                 f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
@@ -106,22 +126,20 @@ class Recipe:
             )
         x, w = self._quantizers(self.fp8_format.forward_dtype)
         g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
-        # Block scales have no choice: they accumulate in float32.
-        default: tuple[Accumulation, ...] = ("exact", "exact", "exact")
-        accumulation = getattr(self, "accumulation", default)
-        if not (isinstance(accumulation, tuple) and len(accumulation) == 3):
+        if not (isinstance(self.accumulation, tuple) and len(self.accumulation) == 3):
             raise TypeError(
                 "accumulation must be a tuple of three words, for forward, dgrad and wgrad; got "
-                f"{accumulation!r}."
+                f"{self.accumulation!r}."
             )
-        forward, dgrad, wgrad = accumulation
+        forward, dgrad, wgrad = self.accumulation
+        in_fp8 = GemmRecipe(lhs=x, rhs=g, accumulation=wgrad)
         return CustomRecipe(
             forward=GemmRecipe(lhs=x, rhs=w, accumulation=forward),
             dgrad=GemmRecipe(lhs=g, rhs=w, accumulation=dgrad),
-            wgrad=GemmRecipe(lhs=x, rhs=g, accumulation=wgrad),
+            wgrad=GemmRecipe() if self.high_precision_wgrad else in_fp8,
         )
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         """Returns the quantizers of input and kernel; an output gradient is quantized like an input."""
         raise NotImplementedError
 
@@ -158,7 +176,7 @@ class CustomRecipe(Recipe):
             if not isinstance(value, GemmRecipe):
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}.")
         for role in ROLES:
-            if len(delayed := {q for q in self.of_role(role) if isinstance(q, DelayedQuantizer)}) > 1:
+            if len(delayed := self._delayed(role)) > 1:
                 raise ValueError(
                     f"The two GEMMs of the {role} quantize it by two different DelayedQuantizers, but the "
                     f"{role} has only one scaling state. Make them equal; got {delayed}."
@@ -188,13 +206,16 @@ class CustomRecipe(Recipe):
     @property
     def is_random(self) -> bool:
         """Returns whether a quantizer rounds stochastically, and needs a random key."""
-        return any(isinstance(q, NVFP4Quantizer) and q.stochastic_rounding for q in self.quantizers)
+        return any(quantizer and quantizer.stochastic_rounding for quantizer in self.quantizers)
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
-        # In a valid recipe both delayed quantizers of a tensor are equal.
-        return {r: q for r in ROLES for q in self.of_role(r) if isinstance(q, DelayedQuantizer)}
+        return {role: quantizer for role in ROLES for quantizer in self._delayed(role)}
+
+    def _delayed(self, role: str) -> set[DelayedQuantizer]:
+        """Returns the quantizers with delayed scaling of one tensor: in a valid recipe at most one."""
+        return {q for q in self.of_role(role) if isinstance(q, DelayedQuantizer)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,13 +223,11 @@ class DelayedScaling(Recipe):
     """Recipe with one scale per tensor, taken from the amaxes of past steps.
 
     The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; then the step's own amax enters the
-    history. The tensor needs no extra pass before it is cast.
+    history. The tensor needs no extra pass before it is cast. The scales and the history equal those of
+    Flax bit for bit, so each library loads the other's checkpoints.
 
     A single outlier sets the scale for as long as the history holds it, and ordinary data may then become
     zero in FP8. A shorter history forgets an outlier sooner: ``amax_history_len=16``.
-
-    The scales and the history equal those of Flax bit for bit, so each library loads the other's
-    checkpoints.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
@@ -217,10 +236,6 @@ class DelayedScaling(Recipe):
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
         accumulation: of forward, dgrad and wgrad on a GPU: three of the words of ``GemmRecipe``.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has a value out of range.
 
     Example:
         >>> import fp8flax as fp8
@@ -233,11 +248,11 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     use_power_2_scales: bool = False
-    accumulation: tuple[str, str, str] = _FAST_FORWARD
+    accumulation: Accumulations = _FAST_FORWARD
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         x = DelayedQuantizer(
             dtype=dtype,
             margin=self.margin,
@@ -252,9 +267,7 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """Recipe with scales from the current tensors, one per tensor or one per slice.
 
-    There is no scaling state. Each tensor needs an extra pass for its amax before it is cast. With one
-    scale per slice, inputs, kernels and output gradients are quantized once for each of their two GEMMs,
-    from the wide tensor.
+    Each tensor needs an extra pass for its amax before it is cast.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
@@ -264,10 +277,6 @@ class Float8CurrentScaling(Recipe):
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
             input is then kept unquantized for the backward pass.
         accumulation: of forward, dgrad and wgrad on a GPU: three of the words of ``GemmRecipe``.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has a value out of range.
 
     Example:
         >>> import fp8flax as fp8
@@ -280,19 +289,13 @@ class Float8CurrentScaling(Recipe):
     """
 
     fp8_format: Format = Format.HYBRID
-    granularity: str = "tensorwise"
+    granularity: Granularity = "tensorwise"
     use_power_2_scales: bool = False
     high_precision_wgrad: bool = False
-    accumulation: tuple[str, str, str] = _FAST_FORWARD
+    accumulation: Accumulations = _FAST_FORWARD
 
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe as a ``CustomRecipe``."""
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         check_bool("high_precision_wgrad", self.high_precision_wgrad)
-        gemms = super().gemms
-        return dataclasses.replace(gemms, wgrad=GemmRecipe()) if self.high_precision_wgrad else gemms
-
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
         granularity, power_2 = self.granularity, self.use_power_2_scales
         x = CurrentQuantizer(dtype=dtype, granularity=granularity, use_power_2_scales=power_2)
         return x, x
@@ -302,19 +305,15 @@ class Float8CurrentScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """MXFP8 recipe: 32 values along the contraction share a scale, a power of two in one byte (E8M0).
 
-    There is no scaling state. Every tensor is quantized once for each of its two GEMMs, from the wide
-    tensor. Blackwell multiplies MXFP8 in hardware. A Hopper GPU has no unit for it: the same FP8 values are
+    Blackwell multiplies MXFP8 in hardware. A Hopper GPU has no unit for it: the same FP8 values are
     multiplied in bfloat16, which holds them exactly.
 
     Attributes:
-        fp8_format: dtypes of the forward and the backward pass. (Blackwell does not multiply e5m2 by e5m2.)
+        fp8_format: dtypes of the forward and the backward pass, not FNUZ ones. (Blackwell does not multiply
+            e5m2 by e5m2.)
         scale_rounding: ``"up"``, so that no value saturates, as in Transformer Engine; or ``"floor"``, the
             rule of the MX specification. With ``"floor"``, in e4m3, a block's values saturate above 7/8 of
             the first power of two that is larger than its amax.
-
-    Raises:
-        TypeError: ``fp8_format`` is not a ``Format``.
-        ValueError: ``scale_rounding`` is not one of the two words, or ``fp8_format`` is a FNUZ one.
 
     Example:
         >>> import fp8flax as fp8
@@ -325,9 +324,9 @@ class MXFP8BlockScaling(Recipe):
     """
 
     fp8_format: Format = Format.E4M3
-    scale_rounding: str = "up"
+    scale_rounding: Rounding = "up"
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         x = BlockQuantizer(dtype=dtype, scale_rounding=self.scale_rounding)
         return x, x
 
@@ -336,18 +335,12 @@ class MXFP8BlockScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
 
-    There is no scaling state. Inputs and output gradients are quantized once for each of their two GEMMs,
-    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. The
-    scales differ along the contraction, so they are applied inside the GEMM.
+    The scales differ along the contraction, so they are applied inside the GEMM.
 
     Attributes:
-        fp8_format: dtypes of the forward and the backward pass.
+        fp8_format: dtypes of the forward and the backward pass, not FNUZ ones.
         use_f32_scales: whether scales are float32, which use the full range of FP8. Otherwise they are
             powers of two.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: ``fp8_format`` is a FNUZ one.
 
     Example:
         >>> import fp8flax as fp8
@@ -362,10 +355,11 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
-    def _quantizers(self, dtype: Any) -> tuple[Any, Any]:
+    def _quantizers(self, dtype: np.dtype) -> tuple[_Quantizer, _Quantizer]:
         check_bool("use_f32_scales", self.use_f32_scales)
-        scale = "float32" if self.use_f32_scales else "power_of_two"
-        x = BlockQuantizer(dtype=dtype, block=(1, 128), scale=scale)
+        x = BlockQuantizer(
+            dtype=dtype, block=(1, 128), scale="float32" if self.use_f32_scales else "power_of_two"
+        )
         return x, dataclasses.replace(x, block=(128, 128))
 
 
@@ -373,10 +367,10 @@ class Float8BlockScaling(Recipe):
 class NVFP4BlockScaling(Recipe):
     """NVFP4 recipe: 4-bit values, an e4m3 scale per 16 of them, and a float32 scale per tensor.
 
-    There is no scaling state. A kernel has blocks of 16×16 values, and is quantized once. Inputs and output
-    gradients are quantized for each of their two GEMMs, from the wide tensor, in blocks of 1×16 along the
-    contraction. For the gradient of the kernel they are rotated first, so that outliers spread. Output
-    gradients are rounded stochastically, because rounding to the nearest would bias small gradients.
+    A kernel has blocks of 16×16 values; inputs and output gradients have blocks of 1×16 along the
+    contraction. For the gradient of the kernel a randomized Hadamard transform first spreads their
+    outliers. Output gradients are rounded stochastically, because rounding to the nearest would bias small
+    gradients.
 
     Stochastic rounding needs a random key, named ``fp8``, when gradients are computed. In Linen pass it at
     each step, as for dropout: ``model.apply(variables, x, rngs={"fp8": key})``. ``nn.scan`` and ``nn.vmap``
@@ -388,12 +382,9 @@ class NVFP4BlockScaling(Recipe):
     wider dtype, as published: ``quantize_model(model, exclude=…)``.
 
     Attributes:
-        disable_rht: whether tensors are not rotated.
+        disable_rht: whether there is no randomized Hadamard transform.
         disable_stochastic_rounding: whether output gradients are rounded to the nearest. No key is needed.
         disable_2d_quantization: whether kernels, too, have blocks of 1×16, and are quantized twice.
-
-    Raises:
-        TypeError: a field is not a bool.
 
     Example:
         >>> import fp8flax as fp8
@@ -409,13 +400,10 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def gemms(self) -> CustomRecipe:
         for field in dataclasses.fields(self):
             check_bool(field.name, getattr(self, field.name))
-
-    @property
-    def gemms(self) -> CustomRecipe:
-        """Returns the recipe as a ``CustomRecipe``."""
         x = NVFP4Quantizer()
         w = NVFP4Quantizer(block=(1, 16) if self.disable_2d_quantization else (16, 16))
         g = NVFP4Quantizer(stochastic_rounding=not self.disable_stochastic_rounding)
@@ -433,10 +421,10 @@ _RECIPES = (
 )
 
 
-def check_recipe(recipe: Any) -> CustomRecipe:
+def check_recipe(recipe: object) -> CustomRecipe:
     """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the six."""
     # A subclass could add fields that jit's cache key does not compare.
-    if type(recipe) not in _RECIPES:
+    if not isinstance(recipe, Recipe) or type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,16 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8flax._core.shapes import Bool, Float, Float32, Int32
+from fp8flax._core.shapes import Bool, Float, Float32
+
+Rounding: TypeAlias = Literal["up", "floor"]
+"""How a scale becomes a power of two: by rounding up, or by the rule of the MX specification."""
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LARGEST = np.finfo(np.float32).max
+_ONE, _LARGEST_ENCODING = np.float32(1), 1 / SMALLEST_SCALE
 
 
 def finite_amax(
@@ -23,9 +28,8 @@ def finite_amax(
 ) -> Float32[jax.Array, "*reduced"]:
     """Returns the largest finite magnitude over ``axes`` (kept, with size 1), or of all of ``x``; float32.
 
-    The result is 0 if no value is finite. Current scaling takes its scales from this amax. A NaN or an Inf
-    in ``x`` then does not change the scale, so the values beside it keep their precision. In the cast the
-    Inf saturates, and the NaN stays a NaN.
+    The result is 0 if no value is finite. Current scaling takes its scales from this amax, so that the
+    values beside a NaN or an Inf keep their precision.
     """
     magnitude = jnp.where(lax.is_finite(x), jnp.abs(x), jnp.zeros((), x.dtype))
     amax = jnp.max(magnitude, axis=axes, keepdims=axes is not None, initial=0)
@@ -50,36 +54,53 @@ def delayed_amax(
 def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     """Returns whether a scale can be computed from ``amax``: True for a finite, normal, positive number.
 
-    A subnormal amax counts as 0. XLA flushes subnormals to zero in some of its kernels and not in others.
-    The scale of a subnormal amax would also be too small for all other data.
+    A subnormal amax counts as 0, because XLA flushes subnormals to zero in some of its kernels. Its scale
+    would also be too small for all other data.
     """
     return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
 
 
-def scale_exponent(
-    amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
-) -> Int32[jax.Array, "*dims"]:
-    """Returns the int32 exponent ``n`` of the scale ``2**n`` of a tensor, from its finite ``amax``.
+def encode_scale(
+    amax: Float32[jax.Array, "*dims"], largest: Float[ArrayLike, "*#dims"], limit: np.float32
+) -> Float32[jax.Array, "*dims"]:
+    """Returns the factor that maps ``amax`` onto ``largest``, at most ``limit``; 1 if it is not usable."""
+    usable = is_usable(amax)
+    factor = largest / jnp.where(usable, amax, _ONE)
+    return jnp.where(usable, jnp.minimum(factor, limit), _ONE)
 
-    With the rounding ``"up"`` it is the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
-    saturates; with ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``. If the amax is 0
-    or subnormal, it is 0.
+
+def amax_to_scale(
+    amax: Float32[jax.Array, "*#dims"],
+    fp8_max: Float[ArrayLike, "*#dims"],
+    rounding: Rounding | None = None,
+    margin: int = 0,
+    default: Float32[ArrayLike, "*#dims"] = _ONE,
+) -> Float32[jax.Array, "*dims"]:
+    """Returns the scale of an amax, a normal float32 number; ``default`` if the amax is not usable.
+
+    Without a rounding the scale is that of ``compute_scale``. ``"up"`` takes the smallest power of two with
+    which nothing saturates, and ``"floor"`` the binary exponent of ``amax`` minus that of ``fp8_max``.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
-    # A normal float32 number has its exponent plus 127 in bits 23 to 30, and its mantissa below.
-    bits, max_bits = lax.bitcast_convert_type(amax, jnp.int32), np.float32(fp8_max).view(np.int32)
-    result = lax.shift_right_logical(bits, np.int32(23)) - np.int32((max_bits >> 23) - margin)
-    if rounding == "up":
-        mantissa, mantissa_of_max = (x & np.int32(0x7FFFFF) for x in (bits, max_bits))
-        result = result + (mantissa > mantissa_of_max).astype(jnp.int32)
-    return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
-
-
-def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*dims"]:
-    """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
-    exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
-    return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
+    usable = is_usable(amax)
+    if rounding is not None:
+        # A normal float32 number has its exponent plus 127 in bits 23 to 30, and its mantissa below.
+        bits, max_bits = lax.bitcast_convert_type(amax, jnp.int32), np.float32(fp8_max).view(np.int32)
+        exponent = lax.shift_right_logical(bits, np.int32(23)) - np.int32((max_bits >> 23) - margin)
+        if rounding == "up":
+            mantissa, mantissa_of_max = (x & np.int32(0x7FFFFF) for x in (bits, max_bits))
+            exponent = exponent + (mantissa > mantissa_of_max).astype(jnp.int32)
+        exponent = jnp.clip(exponent, np.int32(-126), np.int32(127)) + np.int32(127)
+        power = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), jnp.float32)
+        return jnp.where(usable, power, default)
+    # Powers of two change no bits. The margin is applied before the division, which could overflow.
+    reciprocal = encode_scale(amax, jnp.asarray(fp8_max, jnp.float32) / 2.0**margin, _LARGEST_ENCODING)
+    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit, but
+    # for what is between the two divisions. The second division comes last: XLA for CPUs copies all that
+    # follows it into each operation that reads the scale.
+    scale = jnp.where(usable, 1.0, default) / reciprocal
+    return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
 
 
 def compute_scale(
@@ -90,16 +111,14 @@ def compute_scale(
 ) -> Float32[jax.Array, "*dims"]:
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
-    ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
-    The result is clipped to the normal range of float32. The arithmetic is that of Flax and Transformer
-    Engine, through the reciprocal, so the last bit can differ from the quotient above.
-
-    If ``amax`` is subnormal, or not a positive finite number, the old ``scale`` is returned. If the same
-    holds for the old scale, the result is 1.
+    ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``,
+    clipped to the normal range of float32. As in Flax and Transformer Engine it is computed through the
+    reciprocal, so the last bit can differ from this quotient.
 
     Args:
         amax: largest magnitude, any shape; cast to float32.
-        scale: the scale to keep if there is no usable amax; broadcasts with ``amax``.
+        scale: the scale to keep if ``amax`` is subnormal, or not a positive finite number; broadcasts with
+            ``amax``. If the same holds for ``scale``, the result is 1.
         fp8_max: largest finite value of the FP8 dtype, ``jnp.finfo(dtype).max``.
         margin: headroom in powers of two.
 
@@ -115,25 +134,7 @@ def compute_scale(
     Source: Transformer Engine, delayed scaling (its ``scale`` is the reciprocal of this one).
     """
     amax, scale = (jnp.asarray(x, jnp.float32) for x in (amax, scale))
-    return scale_or(jnp.where(is_usable(scale), scale, 1.0), amax, fp8_max, margin)
-
-
-def scale_or(
-    default: Float32[jax.Array, "*#dims"],
-    amax: Float32[jax.Array, "*#dims"],
-    fp8_max: Float[ArrayLike, "*#dims"],
-    margin: int = 0,
-) -> Float32[jax.Array, "*dims"]:
-    """Returns the scale of ``amax``, see ``compute_scale``; ``default`` where ``amax`` is not usable."""
-    usable = is_usable(amax)
-    # Powers of two change no bits. The margin is applied before the division, which could overflow.
-    reciprocal = (jnp.asarray(fp8_max, jnp.float32) / 2.0**margin) / jnp.where(usable, amax, 1.0)
-    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit; what
-    # is between the two divisions keeps the result the same with and without jit. The second division comes
-    # last: XLA for CPUs copies all that follows it into each operation that reads the scale.
-    reciprocal = jnp.where(usable, jnp.minimum(reciprocal, 1 / SMALLEST_SCALE), 1.0)
-    scale = jnp.where(usable, 1.0, default) / reciprocal
-    return jnp.minimum(scale, _LARGEST) if margin > 0 else scale  # only a margin can make it infinite
+    return amax_to_scale(amax, fp8_max, margin=margin, default=jnp.where(is_usable(scale), scale, 1.0))
 
 
 def push_amax(
@@ -164,10 +165,7 @@ def compute_amax_history(
 
     Args:
         x: a floating-point array of any shape.
-        amax_history: past amaxes, shape ``(length,)``, float32.
-
-    Returns:
-        The new history, shape and dtype of ``amax_history``.
+        amax_history: past amaxes, shape ``(length,)``, float32; so is the result.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -193,9 +191,9 @@ def apply_scales(
 ) -> Float32[jax.Array, "*dims"]:
     """Returns ``total * lhs_scale * rhs_scale`` in float32, without an intermediate overflow.
 
-    In a plain product, ``lhs_scale * rhs_scale`` or ``total * lhs_scale`` can overflow or underflow even if
-    the result does not. So if ``lhs_scale`` is very large or very small, a power of two is taken out of it
-    and is multiplied last. A factor that is a power of two does not change the rounding.
+    The product of two of them can overflow or underflow even if the result does not. So if ``lhs_scale`` is
+    very large or very small, a power of two, which changes no rounding, is taken out of it and multiplied
+    last.
 
     ``total`` holds sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums,
     which only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80. The scales

@@ -11,10 +11,10 @@ from typing import Any
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.formats import E2M1
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.names import MODULE
 from fp8flax._core.options import wrong_model
-from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
 from fp8flax._linen.eval_init import eval_init
@@ -181,7 +181,7 @@ def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] 
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
-        is_fp4 = recipe is not None and isinstance(recipe.gemms.forward.lhs, NVFP4Quantizer)
+        is_fp4 = recipe is not None and getattr(recipe.gemms.forward.lhs, "dtype", None) == E2M1
         rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
     rows += [Row(path, None, 0, 0, 0, 0, 0, False, NOT_RUN, 0) for path in not_run]
     return ModelReport(rows=tuple(rows))

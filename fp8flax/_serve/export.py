@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fp8flax._core.formats import E2M1
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
-from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
+from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._serve.checkpoints import BESIDE, DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
@@ -204,7 +205,7 @@ def _tensors_of(
         name, place = new_names[own_name], "/".join(path)
         if groups:
             array = _merged(array, groups)
-            if array.dtype == jnp.float4_e2m1fn:
+            if array.dtype == E2M1:
                 array = _packed(array)
             elif path[-1] == KERNEL_TENSOR_SCALE:
                 array = quotient(jnp.ones_like(array), array)
@@ -246,7 +247,7 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, 
         end, scale = "_scale", ((0,),) if quantizer.has_one_scale else op.layout
         if quantizer.block:  # scales per block have a batch dimension of size 1
             end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
-        packed = "_packed" * isinstance(quantizer, NVFP4Quantizer)
+        packed = "_packed" * (quantizer.dtype == E2M1)
         found[PARAMS, *op.kernel] = weight + packed, op.layout
         found[PARAMS, *op.path, KERNEL_SCALE] = weight + end, scale
         found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = weight + "_global_scale", ((0,),)
@@ -300,7 +301,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     of_dtype = [(quantizer.dtype, quantizer.scale_columns) for quantizer in used]
     form: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     inputs = None
-    if all(isinstance(quantizer, NVFP4Quantizer) for quantizer in used):
+    if all(quantizer.dtype == E2M1 for quantizer in used):
         kind, form["num_bits"] = "nvfp4-pack-quantized", 4
         per_kernel = {"strategy": "tensor_group", "group_size": 16}
     elif of_dtype == [(E4M3, 128)] * 2 and rhs.block == (128, 128):
@@ -310,7 +311,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    elif any(q.dtype != E4M3 or isinstance(q, BlockQuantizer) for q in used):
+    elif any(q.dtype != E4M3 or q.block for q in used):
         return None
     else:
         kind, per_kernel = "float-quantized", {"strategy": "tensor" if rhs.has_one_scale else "channel"}

@@ -23,11 +23,10 @@ from fp8flax._compat.stand_in import StandIn
 from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.nvfp4 import GROUP
 from fp8flax._core.ops.op import MissingStateError, Op
-from fp8flax._core.ops.stored import as_stored, packed_kernel
+from fp8flax._core.ops.stored import packed_kernel
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
+from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
 from fp8flax._core.state.tree import StateTree, path_names
@@ -192,10 +191,8 @@ def _known_scales(
     states = dict(zip((path_names(tree.paths[i]) for i, _ in tree.pairs), tree.states()))
     known, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
     for path, found in seen.items():
-        gemm = found.gemms.forward
-        for name, quantizer in {INPUT_SCALE: gemm.lhs, KERNEL_SCALE: gemm.rhs}.items():
-            if not isinstance(quantizer, DelayedQuantizer):
-                continue
+        for role, quantizer in CustomRecipe(forward=found.gemms.forward).delayed.items():
+            name, _ = state_leaf_names(role)
             place = *path, name
             if place not in states:
                 raise MissingStateError(
@@ -233,12 +230,10 @@ def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) ->
         return "its matmul does not multiply by this parameter as a whole"
     if num_uses > 1:
         return "something else reads it, or changes it"
-    if isinstance(quantizer := plan.recipe.forward.rhs, NVFP4Quantizer):
-        if quantizer.rotation or quantizer.stochastic_rounding:
-            return "its recipe rotates it, or rounds it at random"
-        (contract, _), _ = plan.dimension_numbers
-        if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
-            return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
+    (contract, _), _ = plan.dimension_numbers
+    depth = math.prod(plan.lhs.shape[i] for i in contract)
+    if reason := plan.recipe.forward.rhs.why_not_stored(depth):
+        return reason
     unclear = "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
     return None if len(stacks) == 1 else unclear
 
@@ -361,7 +356,8 @@ def computed(
     codes, scales = constant((kernel.codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).
     of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
-    quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
-    rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
+    assert gemms.forward.rhs is not None
+    tensor_scale = of.get(KERNEL_TENSOR_SCALE)
+    rhs = QTensor(codes, of[KERNEL_SCALE], gemms.forward.rhs.stored, tensor_scale=tensor_scale)
     input_scale = scales.get(INPUT_SCALE)
     return row.in_fp8(lhs, rhs, *arguments, recipe=gemms, input_scale=input_scale, **keywords)

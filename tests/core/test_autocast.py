@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.autocast import _ambients, recipe_in_use
+from fp8flax._core.autocast import _autocasts, recipe_in_use
 from tests.cases import OWG, variables_of
 
 X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
@@ -279,8 +279,8 @@ def test_a_compiled_function_is_found_without_a_line_of_python():
 
 
 def test_recipes_that_nothing_uses_any_more_are_forgotten():
-    before = len(_ambients)
+    before = len(_autocasts)
     for length in range(1, 50):
         with fp8.autocast(recipe=fp8.DelayedScaling(amax_history_len=length)):
             pass
-    assert len(_ambients) <= before + 1
+    assert len(_autocasts) <= before + 1

@@ -1,4 +1,4 @@
-"""NVFP4: the rotation, stochastic rounding and random keys; other files test it beside other recipes.
+"""NVFP4: its transform, stochastic rounding and random keys; other files test it beside other recipes.
 
 XLA takes long to compile random numbers. So most tests multiply 32×32 matrices, by the same programs.
 """
@@ -58,19 +58,19 @@ def test_bfloat16_holds_each_product_of_code_and_scale():
     close(*(jax.jit(partial(run, gemm))(a, b) for run in (emulated.compute, multiply)))
 
 
-def test_rotation():
+def test_hadamard_transform():
     x = normal(0, 3, 40, 5, dtype=jnp.bfloat16)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, 8), (0, 0))).reshape(3, 3, 16, 5)
     rotated = reference_recipes.rotated(x, 1)
     expected = rotated.reshape(3, 3, 16, 5)
-    close(jax.jit(partial(nvfp4.rotated, axis=1))(x), rotated)
+    close(jax.jit(partial(nvfp4.hadamard, axis=1))(x), rotated)
     # On GPUs: a sum, and the amaxes of the groups by additions alone.
-    close(jax.jit(partial(nvfp4.rotated_by_sum, axis=2))(padded), expected)
-    amax = jax.jit(partial(nvfp4.amax_of_rotated, axis=1))(padded.reshape(3, 48, 5))
+    close(jax.jit(partial(nvfp4.hadamard_by_sum, axis=2))(padded), expected)
+    amax = jax.jit(partial(nvfp4.amax_of_hadamard, axis=1))(padded.reshape(3, 48, 5))
     close(amax, np.abs(expected).max(2))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer(rotation=True).quantize, dims=Dims(3, (1,))))
     plain, dims = fp8.NVFP4Quantizer(), Dims(3, (1,))
-    of_rotated = numbers_of(plain, dims, nvfp4.rotated(x, 1))
+    of_rotated = numbers_of(plain, dims, nvfp4.hadamard(x, 1))
     close(numbers_of(dataclasses.replace(plain, rotation=True), dims, x), of_rotated)
     q = quantize(x.at[0, 17, 2].set(jnp.inf))
     same(np.argwhere(np.isnan(DEQUANTIZE(q, "float32"))), [(0, i, 2) for i in range(16, 32)])
@@ -81,7 +81,7 @@ def test_stochastic_rounding():
     y = [6, -0.1, 0.25, -0.7, 1.2, -1.4, 1.6, -1.9, 2.3, -2.9, 3.5, -3.9, 4.2, -5, 5.9, 0]
     x = np.broadcast_to(np.float32(y), (10_000, 16))  # the amax 6 gives the scales 448 and 1/448
     quantize = partial(fp8.NVFP4Quantizer(stochastic_rounding=True).quantize, dims=Dims(2, (1,)))
-    q = jax.jit(quantize)(x, scale=KEY)
+    q = jax.jit(quantize)(x, key=KEY)
     assert (np.sign(np.asarray(q.codes).astype(np.float32)) * np.sign(y) >= 0).all()
     drawn, y = np.abs(np.asarray(q.codes).astype(np.float64)), np.abs(np.float32(y))
     below, above = GRID[np.searchsorted(GRID, y, side="right") - 1], GRID[np.searchsorted(GRID, y)]
@@ -209,6 +209,14 @@ def test_each_use_has_its_own_numbers():
     _, dx, dw = gradients(fp8.NVFP4BlockScaling(disable_rht=True), jnp.eye(32), jnp.eye(32), g)
     assert set(np.unique(dx.round(4))) == set(np.unique(dw.round(4))) == {2, 3, 6}
     assert not np.array_equal(dx, dw)
+
+
+def test_an_input_rounded_at_random():
+    """The forward pass uses the key with and without a gradient, in the same way."""
+    forward = fp8.GemmRecipe(lhs=fp8.NVFP4Quantizer(stochastic_rounding=True), rhs=fp8.NVFP4Quantizer())
+    run = partial(fp8_dot_general, X, W, MATMUL, recipe=fp8.CustomRecipe(forward=forward))
+    differentiated = gradients(fp8.CustomRecipe(forward=forward), X, W, G)[0]
+    assert num_different([run(key=KEY), differentiated, run(key=jax.random.key(8))]) == 2
 
 
 def test_residuals_and_remat(capsys):

@@ -9,7 +9,7 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.scaling import power_of_two, scale_exponent
+from fp8flax._core.scaling import amax_to_scale
 from tests import reference, reference_recipes
 from tests.cases import KINDS, assert_same_bits, codes_and_scales, normal
 
@@ -125,7 +125,7 @@ AMAXES = np.append((BITS | MANTISSAS).view(np.float32).ravel(), np.float32(0))
 @pytest.mark.parametrize("kind", ["power_of_two", "e8m0_floor"])
 def test_every_exponent_of_a_power_of_two_scale(kind, name):
     limit, rounding = fp8_max(name), "floor" if kind == "e8m0_floor" else "up"
-    actual = jax.jit(lambda a: power_of_two(scale_exponent(a, limit, rounding)))(AMAXES)
+    actual = jax.jit(lambda a: amax_to_scale(a, limit, rounding))(AMAXES)
     expected = reference_recipes.scale_of(AMAXES, name, kind).astype(np.float32)
     np.testing.assert_array_equal(actual, expected)
 
@@ -158,3 +158,14 @@ def test_there_and_back(name):
         back = DEQUANTIZE(q, dtype)
         assert (back.shape, back.dtype) == (x.shape, dtype)
         np.testing.assert_allclose(back.astype(jnp.float32), x, rtol=2**-4 * 1.05, atol=2e-5)
+
+
+def test_a_tensor_compares_as_an_object_and_prints_types():
+    """``==`` of fields raises an error, because arrays compare number by number."""
+    one, other = (QUANTIZERS["axiswise"](E4M3).quantize(jnp.ones((2, 3)), Dims(2, (1,))) for _ in range(2))
+    assert one == one != other
+    assert len({one, other}) == 2
+    expected = "QTensor(codes=float8_e4m3fn[2, 3], scale=float32[2, 1], quantizer=CurrentQuantizer("
+    assert repr(one).startswith(expected)
+    assert str(jax.eval_shape(lambda q: q, one)) == repr(one)
+    assert "codes=None" in repr(jax.tree.map(lambda _: None, one))

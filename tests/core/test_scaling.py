@@ -66,10 +66,10 @@ def test_an_unusable_amax_keeps_the_scale():
 def test_a_subnormal_amax_counts_as_zero(wrap):
     @wrap
     def results(amax):
-        exponents = [scaling.scale_exponent(amax, 448.0, rounding) for rounding in ("up", "floor")]
-        return [*exponents, *(fp8.compute_scale(amax, jnp.float32(old), 448.0) for old in (0.5, 1.0))]
+        powers = [scaling.amax_to_scale(amax, 448.0, rounding) for rounding in ("up", "floor")]
+        return [*powers, *(fp8.compute_scale(amax, jnp.float32(old), 448.0) for old in (0.5, 1.0))]
 
-    for found, expected in zip(results(SUBNORMAL), [0, 0, 0.5, 1.0], strict=True):
+    for found, expected in zip(results(SUBNORMAL), [1, 1, 0.5, 1.0], strict=True):
         np.testing.assert_array_equal(found, [expected] * 3)
 
 

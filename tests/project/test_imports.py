@@ -1,5 +1,8 @@
-"""A folder imports only from folders before it, files do not import each other in a circle, and only ``_compat`` uses
-private parts of JAX and Flax. Imports inside of functions count."""
+"""Folders stand on floors: what a file may import, also inside of functions.
+
+A folder imports from folders before it, files do not import each other in a circle, and only ``_compat`` uses
+private parts of JAX and Flax.
+"""
 
 import ast
 import graphlib

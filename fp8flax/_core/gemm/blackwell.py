@@ -9,8 +9,7 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.formats import E5M2
 from fp8flax._core.gemm.gemm import Gemm, GemmSizes, are_positive, as_matrices, from_matrices
 from fp8flax._core.gemm.gpus import NATIVE_MX
-from fp8flax._core.qtensor import Dims, QTensor, padded
-from fp8flax._core.quantizers import Quantizer
+from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded
 
 
 def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:

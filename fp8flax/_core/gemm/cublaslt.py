@@ -21,8 +21,7 @@ from fp8flax._core.gemm.gpus import (
     takes_algorithms,
 )
 from fp8flax._core.names import CUBLASLT
-from fp8flax._core.qtensor import Dims, QTensor
-from fp8flax._core.quantizers import Quantizer
+from fp8flax._core.qtensor import Dims, QTensor, Quantizer
 
 _ALGORITHMS = {
     "fast": (lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM, lax.Precision.DEFAULT),

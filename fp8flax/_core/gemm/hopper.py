@@ -27,8 +27,7 @@ from fp8flax._core.gemm.gemm import (
 from fp8flax._core.gemm.gpus import fits_kernels, is_hopper, num_cores
 from fp8flax._core.gemm.ragged import Visits, is_of_expert, visits_of
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, GROUPED_GEMM
-from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
-from fp8flax._core.quantizers import Quantizer
+from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded, round_up
 
 Operand: TypeAlias = tuple[jax.Array, jax.Array]
 """The codes of an operand, and their scales, as ``tiled_gemm`` takes them."""

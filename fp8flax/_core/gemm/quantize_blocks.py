@@ -14,9 +14,9 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Ref
 from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, fits_kernels
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import Dims, QTensor, padded, round_up
-from fp8flax._core.quantize import divided, inf_to_nan
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded, round_up
+from fp8flax._core.quantize import divided, inf_to_nan, over_power_of_two
+from fp8flax._core.scaling import amax_to_scale
 
 Pair: TypeAlias = tuple[QTensor, QTensor]
 
@@ -24,7 +24,7 @@ Pair: TypeAlias = tuple[QTensor, QTensor]
 class Cast(NamedTuple):
     """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
 
-    quantizer: BlockQuantizer
+    quantizer: Quantizer
     dims: tuple[Dims, ...]
     """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
     inf_is_nan: bool = False
@@ -35,9 +35,7 @@ class Cast(NamedTuple):
         return max(self.dims, key=lambda dims: dims.contract).matrices(shape)
 
 
-def supports(
-    quantizer: BlockQuantizer, sizes: tuple[int, int, int], dtype: np.dtype, capability: float
-) -> bool:
+def supports(quantizer: Quantizer, sizes: tuple[int, int, int], dtype: np.dtype, capability: float) -> bool:
     """Returns whether a GPU quantizes a stack of matrices by the kernel."""
     batch, rows, columns = sizes
     return (
@@ -85,7 +83,7 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array, quantizer: BlockQuantizer, *, inf_is_nan: bool = False, interpret: bool = False
+    x: jax.Array, quantizer: Quantizer, *, inf_is_nan: bool = False, interpret: bool = False
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
@@ -149,10 +147,11 @@ def block_quantize(
     return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
-def _cast(quantizer: BlockQuantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cast(quantizer: Quantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
-    scaled, scale = quantizer.scaled(values, amax, divided)
+    bound = fp8_max(quantizer.dtype)
+    scale = amax_to_scale(amax, bound, quantizer.rounding)
+    values = (over_power_of_two if quantizer.rounding else divided)(values, scale)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    bound = np.float32(fp8_max(quantizer.dtype))
-    saturated = jnp.where(scaled > bound, bound, jnp.where(scaled < -bound, -bound, scaled))
+    saturated = jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
     return saturated.astype(quantizer.dtype), scale

@@ -19,7 +19,7 @@ this step where a derivative would return the cotangent of the scale (see ``stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,9 +41,9 @@ from fp8flax._core.names import (
     ROLES,
     WGRAD,
 )
-from fp8flax._core.qtensor import STATIC, Dims, QTensor
+from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor, Quantizer
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
+from fp8flax._core.quantizers import BlockQuantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -221,7 +221,9 @@ def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
-    return _cast(plan, role, 0, plan.canonical(role, x), scales)
+    quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role]
+    keys = _key(plan, role, 0), None
+    return quantize_for_both((quantizer, None), dims, plan.canonical(role, x), scales.get(role), keys)[0]
 
 
 def quantized_twice(
@@ -229,17 +231,12 @@ def quantized_twice(
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
-    one, other = plan.recipe.of_role(role)
-    if isinstance(one, BlockQuantizer) and one == other:
-        cast = Cast(one, plan.dims[role], inf_is_nan=role == "output_grad")
-        return *no_derivative(partial(quantize_in_blocks, cast))(x), {}
-    if role == "output_grad" and not {type(one), type(other)} <= {NVFP4Quantizer}:
-        x = inf_to_nan(x)
-    first = second = _cast(plan, role, 0, x, scales)
-    if one != other or (one is not None and not one.serves_both):
-        second = _cast(plan, role, 1, x, scales)
+    quantizers, dims = plan.recipe.of_role(role), plan.dims[role]
+    scale, keys = scales.get(role), [_key(plan, role, index) for index in (0, 1)]
+    is_gradient = role == "output_grad"
+    first, second = quantize_for_both(quantizers, dims, x, scale, keys, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
-    if role == "kernel":
+    if role == "kernel" or are_cast_at_once(*quantizers):
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
         return first, second, amax
@@ -252,13 +249,12 @@ def quantized_twice(
     return made[0], made[-1], amax
 
 
-def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales) -> Any:
-    """Quantizes a canonical tensor for its first (0) or second (1) product."""
-    quantizer, dims = plan.recipe.of_role(role)[index], plan.dims[role][index]
-    given = scales.get(role)
-    if isinstance(quantizer, NVFP4Quantizer) and quantizer.stochastic_rounding and plan.key is not None:
-        given = jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
-    return no_derivative(lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x)(x, given)
+def _key(plan: Contraction, role: str, index: int) -> Any:
+    """Returns the random key of a tensor for its first (0) or second (1) product; None without a key."""
+    quantizer = plan.recipe.of_role(role)[index]
+    if plan.key is None or quantizer is None or not quantizer.stochastic_rounding:
+        return None
+    return jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
 
 
 def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
@@ -280,3 +276,36 @@ def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
         as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
         first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)
+
+
+def are_cast_at_once(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Returns whether one pass over a tensor makes its codes for both GEMMs, see ``quantize_in_blocks``."""
+    return isinstance(one, BlockQuantizer) and one == other
+
+
+def quantize_for_both(
+    quantizers: tuple[Quantizer | None, Quantizer | None],
+    dims: Sequence[Dims],
+    x: jax.Array,
+    scale: Given = None,
+    keys: Sequence[Given] = (None, None),
+    *,
+    is_gradient: bool = False,
+) -> tuple[QTensor | jax.Array, QTensor | jax.Array]:
+    """Returns a tensor quantized for its two GEMMs: one object twice, if the same codes serve both.
+
+    ``quantizers``, ``dims`` and ``keys`` are those of each GEMM. In a gradient an Inf becomes a NaN.
+    """
+    one, other = quantizers
+    if one is not None and are_cast_at_once(one, other):
+        return no_derivative(partial(quantize_in_blocks, Cast(one, tuple(dims), is_gradient)))(x)
+    if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
+        x = inf_to_nan(x)
+
+    def quantized(index: int) -> QTensor | jax.Array:
+        quantizer, of_gemm = quantizers[index], dims[index]
+        run = lambda x, scale, key: quantizer.quantize(x, of_gemm, scale, key) if quantizer else x  # noqa: E731
+        return no_derivative(run)(x, scale, keys[index])
+
+    first = quantized(0)
+    return first, first if one == other and (one is None or one.serves_both) else quantized(1)

@@ -21,7 +21,6 @@ from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
 from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
-from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -140,7 +139,7 @@ def _qdq_plan(
     lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: Any
 ) -> FakeQuantized:
     """Returns the plan of a matmul in the quantize-dequantize form."""
-    if not all(isinstance(quantizer, DelayedQuantizer) for quantizer in recipe.quantizers):
+    if not {*recipe.quantizers} <= {*recipe.delayed.values()}:
         raise ValueError(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."

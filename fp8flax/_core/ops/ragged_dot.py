@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
+from fp8flax._core.formats import E2M1
 from fp8flax._core.gemm.dispatch import multiply_ragged
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.gemm.ragged import ends_of_groups
@@ -24,7 +25,6 @@ from fp8flax._core.ops.modes import check_operands, run, traced
 from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
-from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
@@ -93,7 +93,7 @@ def ragged_plan(
     recipe: CustomRecipe,
 ) -> RaggedContraction:
     """Returns the plan of a ragged dot of operands, or of their shapes and dtypes."""
-    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.quantizers):
+    if any(quantizer and quantizer.dtype == E2M1 for quantizer in recipe.quantizers):
         raise ValueError(
             "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
             f"MXFP8BlockScaling(); got {recipe!r}."

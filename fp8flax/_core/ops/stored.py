@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,10 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import on_automatic_axes
+from fp8flax._core.formats import E2M1
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout
 from fp8flax._core.ops.contract import Contraction
-from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
+from fp8flax._core.qtensor import QTensor, Quantizer
 
 
 class StoredContraction(Contraction):
@@ -40,8 +39,8 @@ class StoredContraction(Contraction):
         (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
         assert quantizer is not None
         q = quantizer.quantize(self.canonical("kernel", kernel), dims, scale)
-        quantizer, scale = as_stored(quantizer), q.scale
-        if isinstance(quantizer, NVFP4Quantizer) and dims.free:
+        quantizer, scale = quantizer.stored, q.scale
+        if quantizer != q.quantizer and dims.free:
             columns = dims.free[-1]
             scale = jnp.repeat(scale, q.block[columns], axis=columns)
             scale = lax.slice_in_dim(scale, 0, q.shape[columns], axis=columns)
@@ -76,17 +75,11 @@ class StoredContraction(Contraction):
         return Layout(shape, kernel.order, (*batch, 1, *kernel.canonical[depth + 1 :]))
 
 
-def as_stored(quantizer: Any) -> Any:
-    """Returns a quantizer with the blocks of a stored kernel; it gives the same values."""
-    is_nvfp4 = isinstance(quantizer, NVFP4Quantizer)
-    return dataclasses.replace(quantizer, block=(1, 16)) if is_nvfp4 else quantizer
-
-
 def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
     sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    quantizer = as_stored(plan.recipe.of_role("kernel")[0])
-    of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
+    quantizer = plan.recipe.of_role("kernel")[0].stored
+    of_tensor = replicated if quantizer.dtype == E2M1 else None
     out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
     return on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)

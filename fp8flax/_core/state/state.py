@@ -37,7 +37,7 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.scaling import is_usable, power_of_two, push_amax, scale_exponent, scale_or
+from fp8flax._core.scaling import amax_to_scale, is_usable, push_amax
 from fp8flax._core.shapes import Float32, Shaped
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.types import PyTree
@@ -91,10 +91,7 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
     # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
     is_marked = scale != scale
     amax, old = jnp.where(is_marked, 0.0, amax), jnp.where(is_usable(scale) | is_marked, scale, 1.0)
-    largest, margin = fp8_max(quantizer.dtype), quantizer.margin
-    if quantizer.use_power_2_scales:
-        return jnp.where(is_usable(amax), power_of_two(scale_exponent(amax, largest, "up", margin)), old)
-    return scale_or(old, amax, largest, margin)
+    return amax_to_scale(amax, fp8_max(quantizer.dtype), quantizer.rounding, quantizer.margin, old)
 
 
 # A meta has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
