@@ -25,7 +25,7 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
 from fp8flax._core.ops.op import MissingStateError, Op
-from fp8flax._core.ops.stored import as_stored, packed_kernel
+from fp8flax._core.ops.stored import as_stored, frozen, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
@@ -218,7 +218,7 @@ def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ..
     """
     plans, keys = dict[Path, Any](), dict[Path, Any]()
     for path, op in seen.items():
-        plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
+        plan: Any = op.row.plans["direct"](*op.arguments, recipe=op.gemms) if op.row.stores_kernel else None
         dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
         plans[path] = plan
         keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
@@ -364,5 +364,5 @@ def computed(
     of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
     quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
     rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
-    input_scale = scales.get(INPUT_SCALE)
-    return row.in_fp8(lhs, rhs, *arguments, recipe=gemms, input_scale=input_scale, **keywords)
+    keywords |= {"recipe": gemms, "input_scale": scales.get(INPUT_SCALE)}
+    return frozen(row.plans["direct"], lhs, rhs, *arguments, **keywords)

@@ -1,4 +1,4 @@
-"""The FP8 contraction and its gradients: the ``custom_vjp`` of the direct form. Read this first.
+"""The FP8 contraction and its gradients, a ``custom_vjp``.
 
 A contraction multiplies an input ``x`` by a kernel ``w``. In the backward pass the output gradient ``g``
 is multiplied by the kernel (dgrad, the gradient of the input) and by the input (wgrad, the gradient of the
@@ -21,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
+from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.casts import Cast, quantize_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.names import (
@@ -58,38 +58,51 @@ States = Mapping[str, ScalingState]
 STATELESS: States = {}
 
 
-class Operand(NamedTuple):
-    """Static description of an operand of an op (hashable)."""
+Traced = tuple[jax.core.ShapedArray, dict[str, Any]]
+"""The type of the result of a function of ``lax``, and the parameters of its primitive."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    axes: frozenset[str]
-    """The manual axes of ``shard_map`` over which the operand varies."""
 
-    @classmethod
-    def of(cls, x: jax.Array) -> Operand:
-        """Returns the operand description of ``x``."""
-        return cls(x.shape, x.dtype, manual_axes(x))
+def traced(function: Callable[..., jax.Array], *operands: Any) -> Traced:
+    """Traces a function of ``lax``, which raises its own errors, and writes its arguments in full."""
+    program = jax.make_jaxpr(function)(*operands)
+    return program.out_avals[0], program.eqns[-1].params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contraction:
-    """The description of a contraction, and its products.
+    """The plan of an op: the description of a contraction, and its products.
 
-    Each op has a subclass, a tree to JAX: its leaves are the arrays that the op takes beside its operands,
-    such as the group sizes of a ragged dot. Methods take tensors by their role. A tensor is quantized and
-    multiplied in its canonical form.
+    A plan is a tree to JAX: its leaves are the arrays that the op takes beside its operands, such as the
+    group sizes of a ragged dot. Methods take tensors by their role. A tensor is quantized and multiplied
+    after ``canonical``.
     """
 
     recipe: CustomRecipe = dataclasses.field(metadata=STATIC)
-    lhs: Operand = dataclasses.field(metadata=STATIC)
-    rhs: Operand = dataclasses.field(metadata=STATIC)
-    out_dtype: np.dtype = dataclasses.field(metadata=STATIC)
-    out_sharding: Any = dataclasses.field(default=None, metadata=STATIC)
+    lhs: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    rhs: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    out: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    """The types of the operands and of the result, as ``jax.typeof`` returns them."""
     precision: Any = dataclasses.field(default=None, metadata=STATIC)
     """The precision that the caller asks for, as ``lax`` writes it."""
-    key: Any = None
+    key: jax.Array | None = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
+
+    @classmethod
+    def of(cls, lhs: Any, rhs: Any, traced: Traced, *, precision: Any, **fields: Any) -> Self:
+        """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
+        out, params = traced
+        if not is_wide_float(out.dtype):
+            raise TypeError(
+                "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
+                f"{out.dtype}."
+            )
+        precision = None if precision is None else params["precision"]
+        return cls(lhs=jax.typeof(lhs), rhs=jax.typeof(rhs), out=out, precision=precision, **fields)
+
+    @property
+    def function(self) -> Callable[..., jax.Array]:
+        """Returns the function that computes such a contraction in FP8, called as ``contract``."""
+        return contract
 
     @property
     def dims(self) -> dict[str, tuple[Dims, ...]]:
@@ -97,7 +110,7 @@ class Contraction:
         raise NotImplementedError
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns a tensor in canonical form."""
+        """Returns a tensor with the dimensions ``(*B, *M, K)`` and so on, see ``ops.canonical``."""
         return x
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
@@ -122,7 +135,7 @@ class Contraction:
 
     def gemm(self, name: str) -> Gemm:
         """Returns one of the three GEMMs: what it contracts, its dtypes, and how it accumulates."""
-        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
+        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out.dtype
         recipe, (of_x, of_w, of_g) = self.recipe, (self.dims[role] for role in ROLES)
         part, dims, dtypes = {
             FORWARD: (recipe.forward, (of_x[0], of_w[0]), (x, w, y)),
@@ -207,10 +220,10 @@ def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
 contract.defvjp(_contract_fwd, _contract_bwd)
 
 
-def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
+def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
     """Returns a cotangent with the dtype and the manual axes of its operand, as JAX requires."""
     # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
-    excess = tuple(sorted(manual_axes(grad) - operand.axes))
+    excess = tuple(sorted(manual_axes(grad) - operand.manual_axis_type.varying))
     return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8flax._core.flax_names import FakeQuantized
 from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.canonical import Shape
-from fp8flax._core.ops.contract import STATELESS, States
-from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import GemmSizes, Op
-from fp8flax._core.recipes import Recipe
+from fp8flax._core.ops.contract import traced
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.op import GemmSizes, Op, Plans
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.shapes import Float
 
 
@@ -78,68 +78,42 @@ def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
     return x
 
 
-def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Returns the convolution of wide operands that hold FP8 values."""
-    # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
-    # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    dtype = out_dtype
-    if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
-        dtype = sum_dtype_of(dtype, lhs.dtype)
-    params = {**params, "preferred_element_type": dtype}
-    return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
+def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe) -> FakeQuantized:
+    """Returns the plan of a convolution that is not a matmul.
 
-
-def fp8_conv_general_dilated(
-    lhs: Float[jax.Array, "*input"],
-    rhs: Float[jax.Array, "*kernel"],
-    *arguments: Any,
-    states: States = STATELESS,
-    recipe: Recipe,
-    key: Any = None,
-) -> Float[jax.Array, "*output"]:
-    """Computes ``Conv`` in FP8; ``modes.run`` explains the last arguments.
-
-    The convolution is ``fp8_dot_general`` of windows and kernel if its windows do not overlap (1×1 kernels,
-    patches, a window that covers all of the input), it has no groups, and its input is not dilated.
-    Otherwise it is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8
-    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
+    It is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8 convolutions, and its
+    forward FP8 convolution fails if cuDNN has none for the given sizes.
     """
-    precision, preferred_element_type = arguments[7:]
-    lhs, rhs, _ = check_operands(lhs, rhs, preferred_element_type)
-    out, params, windows = _traced(lhs, rhs, *arguments)
-    if windows is None:
-        gemms = recipe.gemms
-        has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
-        if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
-            raise ValueError(
-                "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
-                "It takes one scale per tensor, the same in all products: DelayedScaling() or "
-                f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
-                "or leave FP8 out of it."
-            )
-        if any(gemms.quantizers) and absent_gpu() is None:
-            warnings.warn(
-                "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
-                "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
-                Fp8EmulationWarning,
-                stacklevel=1,
-            )
+    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in recipe.quantizers)
+    if not has_one_scale or any(first != second for first, second in map(recipe.of_role, ROLES)):
+        raise ValueError(
+            "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
+            "It takes one scale per tensor, the same in all products: DelayedScaling() or "
+            f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
+            "or leave FP8 out of it."
+        )
+    if any(recipe.quantizers) and absent_gpu() is None:
+        warnings.warn(
+            "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
+            "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
+    out, params, _ = _traced(lhs, rhs, *arguments)
 
-        def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
-                return _convolved(out.dtype, params, lhs, rhs)
+    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
+        # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))
+        dtype = out.dtype
+        if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
+            dtype = sum_dtype_of(dtype, lhs.dtype)
+        wide = params | {"preferred_element_type": dtype}
+        with jax.named_scope(KEPT_WIDE if None in recipe.quantizers else CONVOLVED_WIDE):
+            y = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **wide)
+            return y.astype(out.dtype)
 
-        plan = FakeQuantized.of(convolve, lhs, rhs, gemms)
-        return run(plan, lhs, rhs, states=states)
-    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
-    # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
-    contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
-    dims = contract, ((), ())
-    keywords: Any = {"states": states, "recipe": recipe, "key": key}
-    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, **keywords)
-    return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
+    return FakeQuantized.of(lhs, rhs, (out, params), precision=None, recipe=recipe, multiply=multiply)
 
 
 class Conv(Op):
@@ -147,7 +121,7 @@ class Conv(Op):
 
     name = "Fp8ConvGeneralDilatedOp"
     plain = staticmethod(lax.conv_general_dilated)
-    in_fp8 = staticmethod(fp8_conv_general_dilated)
+    plans: ClassVar[Plans] = {"direct": _wide_plan}
     primitive = "conv_general_dilated"
     params = (
         *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
@@ -194,6 +168,18 @@ class Conv(Op):
             *(feature_group_count, batch_group_count, precision, preferred_element_type),
         )
         return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+    @classmethod
+    def in_fp8(cls, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        _, params, windows = _traced(lhs, rhs, *arguments)
+        if windows is None:
+            return super().in_fp8(lhs, rhs, *arguments, **options)
+        lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+        x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
+        # The elements of a window are in the order of the kernel: spatial dimensions, then features.
+        contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
+        y = DotGeneral.in_fp8(x, rhs, (contract, ((), ())), *arguments[7:], **options)
+        return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
 
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, *arguments: Any) -> GemmSizes:

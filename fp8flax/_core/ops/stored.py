@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,14 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import on_automatic_axes
+from fp8flax._core.gemm.gpus import warn_if_emulated
+from fp8flax._core.names import FORWARD, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout
-from fp8flax._core.ops.contract import Contraction
+from fp8flax._core.ops.contract import Contraction, Scales, quantized_once
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantize import as_float_array
 from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
+from fp8flax._core.recipes import CustomRecipe
 
 
 class StoredContraction(Contraction):
@@ -90,3 +95,44 @@ def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     of_tensor = replicated if isinstance(quantizer, NVFP4Quantizer) else None
     out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
     return on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
+
+
+def frozen(
+    plan_of: Callable[..., Any],
+    lhs: jax.Array,
+    kernel: QTensor,
+    *arguments: Any,
+    recipe: CustomRecipe,
+    input_scale: jax.Array | None,
+    **keywords: Any,
+) -> jax.Array:
+    """Returns the result of an op, given its function of plans, for a kernel from ``packed_kernel``.
+
+    ``input_scale`` is the delayed scale of the input, if the recipe has one. Gradients stay wide.
+    """
+    lhs = as_float_array(lhs, "lhs")
+    wide = jax.ShapeDtypeStruct(kernel.shape, lhs.dtype)
+    plan = plan_of(lhs, wide, *arguments, recipe=recipe, **keywords)
+    warn_if_emulated(recipe.forward)
+    scales = {} if input_scale is None else {"input": input_scale}
+    return on_automatic_axes(_frozen, lhs, plan.out.sharding)(plan, lhs, kernel, scales)
+
+
+# With straight-through quantization q, the derivative of q(x) . q(w) in the direction dx is dx . q(w).
+# Tangents and cotangents have no scales, so they stay wide. Codes are not differentiated.
+@jax.custom_jvp
+@jax.jit
+def _frozen(plan: StoredContraction, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.Array:
+    """Returns the forward product of an input and the kernel of a frozen model."""
+    x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
+    with jax.named_scope(FORWARD):
+        return plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
+
+
+@_frozen.defjvp
+def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of ``_frozen`` and its tangent."""
+    (plan, _, kernel, _), (_, dx, *_) = primals, tangents
+    w = plan.original("kernel", plan.restored(kernel).dequantize(plan.rhs.dtype))
+    with jax.named_scope(KEPT_WIDE):
+        return _frozen(*primals), plan.wide(dx, w)

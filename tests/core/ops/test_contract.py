@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.ops.dot_general import fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
     MATMUL,
     OWG,
     Block,
     error_of_product,
+    fp8_dot_general,
     kept,
     three_products,
     variables_of,
