@@ -22,7 +22,7 @@ from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report_amax
-from fp8flax._core.ops.canonical import DimensionNumbers
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout
 from fp8flax._core.ops.contract import Contraction, Scales, traced
 from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantize import (
@@ -87,8 +87,9 @@ class FakeQuantized(Contraction):
         return _between_casts
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
-        return dict.fromkeys(ROLES, (Dims(0, ()), Dims(0, ())))
+    def layouts(self) -> dict[str, Layout]:
+        tensors = zip(ROLES, (self.lhs, self.rhs, self.out))
+        return {role: Layout.of(x.shape, (Dims(0, ()), Dims(0, ()))) for role, x in tensors}
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return self.multiply(lhs, rhs)

@@ -7,7 +7,7 @@ from typing import Any
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._linen.op import Fp8Op, called
 
@@ -52,7 +52,7 @@ class Fp8DotGeneralOp(Fp8Op):
     """
 
     row = DotGeneral
-    form: str = "direct"
+    form: Form = "direct"
     __call__ = called(DotGeneral)
 
 
@@ -80,7 +80,7 @@ class Fp8Einsum(Fp8Op):
     """
 
     row = Einsum
-    form: str = "direct"
+    form: Form = "direct"
     __call__ = called(Einsum)
 
 

@@ -40,6 +40,7 @@ from fp8flax._core.names import (
     ROLES,
     WGRAD,
 )
+from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
 from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
@@ -73,8 +74,7 @@ class Contraction:
     """The plan of an op: the description of a contraction, and its products.
 
     A plan is a tree to JAX: its leaves are the arrays that the op takes beside its operands, such as the
-    group sizes of a ragged dot. Methods take tensors by their role. A tensor is quantized and multiplied
-    after ``canonical``.
+    group sizes of a ragged dot. Methods take tensors by their role.
     """
 
     recipe: CustomRecipe = dataclasses.field(metadata=STATIC)
@@ -105,17 +105,22 @@ class Contraction:
         return contract
 
     @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
-        """Returns what the first and the second product of each tensor contract, by its role."""
+    def layouts(self) -> dict[str, Layout]:
+        """Returns the layout of each tensor, by its role."""
         raise NotImplementedError
 
+    @property
+    def dims(self) -> dict[str, tuple[Dims, ...]]:
+        """Returns what the first and the second product of each tensor contract, by its role."""
+        return {role: layout.dims for role, layout in self.layouts.items()}
+
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns a tensor with the dimensions ``(*B, *M, K)`` and so on, see ``ops.canonical``."""
-        return x
+        """Returns a tensor as it is quantized and multiplied."""
+        return self.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
-        return x
+        return self.layouts[role].back(x)
 
     def product(self, name: str) -> Callable[..., jax.Array]:
         """Returns one of the three products, a function of two canonical operands.

@@ -18,7 +18,7 @@ from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape, canonic
 from fp8flax._core.ops.contract import traced
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
 from fp8flax._core.ops.stored import StoredContraction
-from fp8flax._core.qtensor import STATIC, Dims
+from fp8flax._core.qtensor import STATIC
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.shapes import Float
 
@@ -32,19 +32,8 @@ class DotContraction(StoredContraction):
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of each tensor, by its role."""
         blocks = {n for q in self.recipe.quantizers if q and q.block for n in q.block}
         return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
-
-    @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
-        return {role: layout.dims for role, layout in self.layouts.items()}
-
-    def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        return self.layouts[role].to(x)
-
-    def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.layouts[role].back(x)
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
         gemm, order = self.gemm(name), self.layouts["kernel"].order

@@ -115,7 +115,7 @@ class Op:
         def on_axes(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             return partial(on_automatic_axes(f, lhs, plan.out.sharding), plan)
 
-        wide = on_axes(type(plan).wide)
+        wide, compute = on_axes(type(plan).wide), on_axes(plan.function)
         if not any(gemms.quantizers):
             with jax.named_scope(KEPT_WIDE):
                 return wide(lhs, rhs)
@@ -124,10 +124,9 @@ class Op:
             found = step_scales([gemms.delayed[role] for role in states], list(states.values()))
             scales = dict(zip(states, found))
         if is_calibrating():
-            return observed(plan, lambda operands, _: wide(*operands), (lhs, rhs), states, scales)
-        if plan.function is contract:
+            compute = lambda operands, _: wide(*operands)  # noqa: E731
+        elif plan.function is contract:
             warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
-        compute = on_axes(plan.function)
         if mode.value is None:
             return compute((lhs, rhs), scales)
         return observed(plan, compute, (lhs, rhs), states, scales)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import explicit_axes
 from fp8flax._core.gemm.ragged import ends_of_groups, multiply_ragged
+from fp8flax._core.names import ROLES
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape
 from fp8flax._core.ops.contract import traced
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
@@ -46,13 +47,10 @@ class RaggedContraction(StoredContraction):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return {"kernel": Layout(self.rhs.shape, (0, 1, 2), self.rhs.shape)}
-
-    @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
         rows = Dims(2, (1,)), Dims(2, (0,))
         kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
-        return {"input": rows, "kernel": kernel, "output_grad": rows}
+        tensors = zip((self.lhs, self.rhs, self.out), (rows, kernel, rows))
+        return {role: Layout.of(x.shape, dims) for role, (x, dims) in zip(ROLES, tensors)}
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns input or output gradient with rows of no expert set to zero."""

@@ -29,9 +29,8 @@ class StoredContraction(Contraction):
     dimension_numbers: DimensionNumbers
     """What the forward product sums over, and its batch dimensions. Subclasses have it as a field."""
 
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """Returns the layout of the kernel, and perhaps of other tensors, by their roles."""
+    def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
+        """Returns one of the products; ``is_stored`` says that the kernel is in the layout of a parameter."""
         raise NotImplementedError
 
     def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
@@ -54,7 +53,7 @@ class StoredContraction(Contraction):
         return QTensor(self.original("kernel", q.codes), scale, quantizer, tensor_scale=q.tensor_scale)
 
     def restored(self, kernel: QTensor) -> QTensor:
-        """Returns a stored kernel in canonical form."""
+        """Returns a stored kernel as the products take it."""
         scale, quantizer = kernel.scale, kernel.quantizer
         # Codes in another dtype would give the same values, and run wide.
         assert kernel.codes.dtype == quantizer.dtype
