@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.names import ROLES
+from fp8flax._core.names import OPERANDS, ROLES
 from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report_amax
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout
-from fp8flax._core.ops.contract import Contraction, Scales, traced
+from fp8flax._core.ops.contract import Contraction, Operands, Scales, traced
 from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantize import (
     as_float_array,
@@ -38,16 +38,23 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import delayed_amax, push_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
+from fp8flax._core.types import OutSharding, PyTree
 
+T = TypeVar("T")
 Cast = Callable[[jax.Array, jax.Array | None], jax.Array]
 """A cast of a tensor to FP8 and back, with the scale of this step; None if there is no delayed scaling."""
 
 
-def _with_amax(result: Any, x: jax.Array, scale: jax.Array) -> Any:
+def _cast_to(q_dtype: DTypeLike, compute_dtype: DTypeLike = jnp.float32) -> Cast:
+    """Returns the cast with a delayed scale."""
+    return lambda x, scale: quantize_dequantize(x, q_dtype, cast(jax.Array, scale), compute_dtype)
+
+
+def _with_amax(result: T, x: jax.Array, scale: jax.Array) -> T:
     """Returns ``result``, an array or several; the "gradient" of ``scale`` is the amax of ``x``."""
     amax = merge_amax(delayed_amax(lax.stop_gradient(x)), scale)
     # The cotangent of the scale is the amax; the amax itself has none.
-    return on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax))
+    return cast(T, on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax)))
 
 
 def _cast_operand(cast: Cast, x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -94,30 +101,29 @@ class FakeQuantized(Contraction):
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return self.multiply(lhs, rhs)
 
-    def cast(self, role: str) -> Cast:
+    def cast_of(self, role: str) -> Cast:
         """Returns the cast of a tensor."""
         (quantizer, _), (dims, _) = self.recipe.of_role(role), self.dims[role]
         if quantizer is None:
             return lambda x, _: x
         if role in self.recipe.delayed:
-            return lambda x, scale: quantize_dequantize(x, quantizer.dtype, scale)
+            return _cast_to(quantizer.dtype)
         return lambda x, _: quantizer.quantize(x, dims).dequantize(x.dtype)
 
 
-def _between_casts(plan: FakeQuantized, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
+def _between_casts(plan: FakeQuantized, operands: Operands, scales: Scales) -> jax.Array:
     """Returns the result of a plan."""
     lhs, rhs = (
-        _cast_operand(plan.cast(role), x, scales.get(role))
-        for role, x in zip(("input", "kernel"), operands)
+        _cast_operand(plan.cast_of(role), x, scales.get(role)) for role, x in zip(OPERANDS, operands)
     )
-    return _cast_cotangent(plan.cast("output_grad"), plan.multiply(lhs, rhs), scales.get("output_grad"))
+    return _cast_cotangent(plan.cast_of("output_grad"), plan.multiply(lhs, rhs), scales.get("output_grad"))
 
 
 def qdq_plan(
-    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: Any = None
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: OutSharding = None
 ) -> FakeQuantized:
     """Returns the plan of a matmul with ``form="qdq"``, from the arguments of ``lax.dot_general``."""
-    if not all(isinstance(quantizer, DelayedQuantizer) for quantizer in recipe.quantizers):
+    if not {*recipe.quantizers} <= {*recipe.delayed.values()}:
         raise ValueError(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
@@ -132,7 +138,7 @@ def qdq_plan(
 
 
 def _checked(
-    q_dtype: Any, x: Any, name: str, scale: Any, amax_history: Any
+    q_dtype: DTypeLike, x: ArrayLike, name: str, scale: ArrayLike, amax_history: ArrayLike
 ) -> tuple[DelayedQuantizer, jax.Array, ScalingState]:
     """Checks what a user passes; returns the quantizer, the tensor and its state."""
     quantizer, x = DelayedQuantizer(dtype=as_fp8_dtype(q_dtype, "q_dtype")), as_float_array(x, name)
@@ -189,8 +195,7 @@ def in_qdq(
     if is_calibrating():
         return report_amax(quantizer, inp, delayed_amax(inp), state)
     (new_scale,) = step_scales([quantizer], [state])
-    cast = lambda x, scale: quantize_dequantize(x, q_dtype, scale, compute_dtype)  # noqa: E731
-    return _cast_operand(cast, inp, new_scale)
+    return _cast_operand(_cast_to(q_dtype, compute_dtype), inp, new_scale)
 
 
 def out_qdq(
@@ -218,10 +223,9 @@ def out_qdq(
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     (new_scale,) = step_scales([quantizer], [state])
     if not is_calibrating():
-        cast = lambda g, scale: quantize_dequantize(g, q_dtype, scale, compute_dtype)  # noqa: E731
-        return _cast_cotangent(cast, out, new_scale)
+        return _cast_cotangent(_cast_to(q_dtype, compute_dtype), out, new_scale)
 
-    def report(g: jax.Array, scale_and_state: Any) -> Any:
+    def report(g: jax.Array, scale_and_state: tuple[jax.Array, ScalingState]) -> tuple[jax.Array, PyTree]:
         """Reports the amax of the cotangent, which the "gradient" of the state depends on."""
         scale, state = scale_and_state
         amax = delayed_amax(g)
@@ -377,7 +381,11 @@ def dot_general_with_precision(
 
 @dot_general_with_precision.defjvp
 def _dot_general_with_precision_jvp(
-    dims: DimensionNumbers, precision: Any, dtype: Any, primals: Any, tangents: Any
+    dims: DimensionNumbers,
+    precision: lax.PrecisionLike,
+    dtype: DTypeLike | None,
+    primals: Operands,
+    tangents: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
     out = dot_general_with_precision(lhs, rhs, dims, precision, dtype)

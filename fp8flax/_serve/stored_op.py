@@ -365,4 +365,4 @@ def computed(
     quantizer, tensor_scale = as_stored(gemms.forward.rhs), of.get(KERNEL_TENSOR_SCALE)
     rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
     keywords |= {"recipe": gemms, "input_scale": scales.get(INPUT_SCALE)}
-    return frozen(row.plans["direct"], lhs, rhs, *arguments, **keywords)
+    return frozen(row, lhs, rhs, *arguments, **keywords)

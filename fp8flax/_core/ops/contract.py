@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 from jax import lax
@@ -35,6 +35,7 @@ from fp8flax._core.names import (
     DGRAD,
     FORWARD,
     KERNEL_FORWARD_NAME,
+    OPERANDS,
     OUTPUT_NAME,
     RESIDUAL_NAMES,
     ROLES,
@@ -51,7 +52,7 @@ from fp8flax._core.state.state import ScalingState, named_scaling
 _INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
 
 Scales = dict[str, jax.Array]
-"""The float32 scale of each tensor with delayed scaling, by role."""
+"""A float32 scale, or an amax, of each tensor with delayed scaling, by role."""
 
 States = Mapping[str, ScalingState]
 """The scaling state of each tensor with delayed scaling, by role."""
@@ -59,11 +60,17 @@ States = Mapping[str, ScalingState]
 STATELESS: States = {}
 
 
-Traced = tuple[jax.core.ShapedArray, dict[str, Any]]
+Operand: TypeAlias = QTensor | jax.Array
+"""An operand of a product: quantized, or wide."""
+
+Operands: TypeAlias = tuple[jax.Array, jax.Array]
+"""The input and the kernel of an op."""
+
+Traced: TypeAlias = tuple[jax.core.ShapedArray, dict[str, Any]]
 """The type of the result of a function of ``lax``, and the parameters of its primitive."""
 
 
-def traced(function: Callable[..., jax.Array], *operands: Any) -> Traced:
+def traced(function: Callable[..., jax.Array], *operands: jax.Array) -> Traced:
     """Traces a function of ``lax``, which raises its own errors, and writes its arguments in full."""
     program = jax.make_jaxpr(function)(*operands)
     return program.out_avals[0], program.eqns[-1].params
@@ -82,13 +89,15 @@ class Contraction:
     rhs: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
     out: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
     """The types of the operands and of the result, as ``jax.typeof`` returns them."""
-    precision: Any = dataclasses.field(default=None, metadata=STATIC)
+    precision: lax.PrecisionLike = dataclasses.field(default=None, metadata=STATIC)
     """The precision that the caller asks for, as ``lax`` writes it."""
     key: jax.Array | None = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
 
     @classmethod
-    def of(cls, lhs: Any, rhs: Any, traced: Traced, *, precision: Any, **fields: Any) -> Self:
+    def of(
+        cls, lhs: jax.Array, rhs: jax.Array, traced: Traced, *, precision: lax.PrecisionLike, **fields: Any
+    ) -> Self:
         """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
         out, params = traced
         if not is_wide_float(out.dtype):
@@ -122,11 +131,11 @@ class Contraction:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
         return self.layouts[role].back(x)
 
-    def product(self, name: str) -> Callable[..., jax.Array]:
+    def product(self, name: str, is_stored: bool = False) -> Callable[[Operand, Operand], jax.Array]:
         """Returns one of the three products, a function of two canonical operands.
 
         ``FORWARD`` multiplies input and kernel, ``DGRAD`` output gradient and kernel, ``WGRAD`` input and
-        output gradient. An operand is a ``QTensor``, or an array that stays wide.
+        output gradient. ``is_stored`` is whether the kernel is that of a frozen model.
         """
         raise NotImplementedError
 
@@ -151,7 +160,7 @@ class Contraction:
         return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
-def _accumulation_of(precision: Any) -> str:
+def _accumulation_of(precision: lax.PrecisionLike) -> str:
     """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
     if not isinstance(precision, tuple):
         raise TypeError(
@@ -165,9 +174,9 @@ def _accumulation_of(precision: Any) -> str:
 # The work is jitted, so that JAX traces it once for all equal layers.
 @jax.custom_vjp
 @jax.jit
-def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
+def contract(plan: Contraction, operands: Operands, scales: Scales) -> jax.Array:
     """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
-    x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
+    x, w = (quantized_once(plan, role, x, scales) for role, x in zip(OPERANDS, operands))
     with jax.named_scope(FORWARD):
         return plan.original("output_grad", plan.product(FORWARD)(x, w))
 
@@ -176,16 +185,14 @@ class _Residuals(NamedTuple):
     """What the forward pass keeps for the backward pass."""
 
     plan: Contraction
-    kept: tuple[Any, Any]
+    kept: tuple[Operand, Operand]
     """Input and kernel, quantized for their products in the backward pass, see ``_operand``; or wide."""
     scales: Scales
-    amaxes: dict[str, jax.Array]
+    amaxes: Scales
     """The amaxes of input and kernel."""
 
 
-def _contract_fwd(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales
-) -> tuple[jax.Array, _Residuals]:
+def _contract_fwd(plan: Contraction, operands: Operands, scales: Scales) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
     out, (x, w), amaxes = _forward(plan, *operands, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
@@ -194,7 +201,9 @@ def _contract_fwd(
 
 
 @jax.jit
-def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) -> Any:
+def _forward(
+    plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales
+) -> tuple[jax.Array, tuple[QTensor | None, QTensor | None], Scales]:
     """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
     x, kept_x, x_amax = _operand(plan, "input", lhs, scales)
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
@@ -204,12 +213,12 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) 
 
 
 @jax.jit
-def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
+def _contract_bwd(residuals: _Residuals, g: jax.Array) -> tuple[None, Operands, Scales]:
     """Runs the backward pass; returns the cotangents of the plan (None), the operands and the scales."""
     plan, kept, scales, amaxes = residuals
     x, w = (
         x.from_bits() if isinstance(x, QTensor) else plan.canonical(role, x)
-        for role, x in zip(("input", "kernel"), kept)
+        for role, x in zip(OPERANDS, kept)
     )
     g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
     with jax.named_scope(DGRAD):
@@ -235,14 +244,14 @@ def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
 # Quantizing.
 
 
-def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
+def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Operand:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
     return _cast(plan, role, 0, plan.canonical(role, x), scales)
 
 
 def quantized_twice(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
-) -> tuple[Any, Any, dict[str, jax.Array]]:
+) -> tuple[Operand, Operand, Scales]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
     one, other = plan.recipe.of_role(role)
@@ -277,7 +286,9 @@ def _cast(plan: Contraction, role: str, index: int, x: jax.Array, scales: Scales
     return no_derivative(lambda x, given: quantizer.quantize(x, dims, given) if quantizer else x)(x, given)
 
 
-def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
+def _operand(
+    plan: Contraction, role: str, x: jax.Array, scales: Scales
+) -> tuple[Operand, QTensor | None, Scales]:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if

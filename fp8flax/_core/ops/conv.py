@@ -22,6 +22,7 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.shapes import Float
+from fp8flax._core.types import OutSharding
 
 
 class _Windows(NamedTuple):
@@ -39,7 +40,9 @@ class _Windows(NamedTuple):
     dilation: int
 
 
-def _traced(lhs: Any, rhs: Any, *arguments: Any) -> tuple[Any, dict[str, Any], list[_Windows] | None]:
+def _traced(
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any
+) -> tuple[jax.core.ShapedArray, dict[str, Any], list[_Windows] | None]:
     """Returns the result's shape and dtype, the arguments as ``lax`` writes them, and the windows.
 
     There is a ``_Windows`` for each spatial dimension if the windows do not overlap. The convolution is
@@ -137,13 +140,13 @@ class Conv(Op):
         padding: str | Sequence[tuple[int, int]],
         lhs_dilation: Sequence[int] | None = None,
         rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
+        dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
         feature_group_count: int = 1,
         batch_group_count: int = 1,
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> Float[jax.Array, "*output"]:
         """Convolves the operands in FP8, as ``lax.conv_general_dilated`` does in their own dtypes.
 
@@ -191,5 +194,5 @@ class Conv(Op):
         return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
 
     @staticmethod
-    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+    def is_matmul(lhs: jax.Array, rhs: jax.Array, *arguments: object) -> bool:
         return _traced(lhs, rhs, *arguments)[2] is not None

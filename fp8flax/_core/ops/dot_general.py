@@ -21,6 +21,7 @@ from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.shapes import Float
+from fp8flax._core.types import OutSharding
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +54,7 @@ def dot_plan(
     preferred_element_type: DTypeLike | None = None,
     *,
     recipe: CustomRecipe,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
     arguments = dimension_numbers, precision, preferred_element_type
@@ -82,7 +83,7 @@ class DotGeneral(Op):
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> Float[jax.Array, "*output"]:
         """Multiplies the operands in FP8, as ``lax.dot_general`` does in their own dtypes.
 
@@ -101,19 +102,19 @@ class DotGeneral(Op):
         return self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
 
     @staticmethod
-    def sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmSizes:
+    def sizes(lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, *rest: object) -> GemmSizes:
         (lhs_contract, _), (lhs_batch, _) = dimension_numbers
-        batch, k = (math.prod(lhs[i] for i in dims) for dims in (lhs_batch, lhs_contract))
+        batch, k = (math.prod(lhs[i] for i in axes) for axes in (lhs_batch, lhs_contract))
         m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
         return GemmSizes(batch, m, k, n)
 
     @staticmethod
     def swapped(
-        lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
-    ) -> tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        lhs: jax.Array, rhs: jax.Array, dims: DimensionNumbers, precision: object, *rest: object
+    ) -> tuple[tuple[object, ...], Callable[[jax.Array], jax.Array]]:
         if isinstance(precision, tuple):  # one precision for each operand
             precision = precision[::-1]
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
 
         def restore(out: jax.Array) -> jax.Array:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jax import lax
 
 from fp8flax._core.axes import merge_amax, on_automatic_axes
 from fp8flax._core.measuring import Numbers, numbers_of
+from fp8flax._core.names import OPERANDS
 from fp8flax._core.observe import mode, on_cotangent, report, report_amax
-from fp8flax._core.ops.contract import Contraction, Scales, States
+from fp8flax._core.ops.contract import Contraction, Operands, Scales, States
+from fp8flax._core.types import PyTree
 
 _places = itertools.count()
 """Numbers the places in programs that call an op. A loop calls the op at one place several times."""
@@ -22,13 +25,24 @@ _places = itertools.count()
 Tensors = dict[str, jax.Array]
 """Input and kernel, or the output gradient, by role."""
 
+Seen: TypeAlias = tuple[list[jax.Array], jax.Array | None]
+"""The tensors after their report, and the number of the call."""
 
-def observed(plan: Contraction, compute: Any, operands: Any, states: States, scales: Scales) -> jax.Array:
+
+def observed(
+    plan: Contraction,
+    compute: Callable[..., jax.Array],
+    operands: Operands,
+    states: States,
+    scales: Scales,
+) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look: Any = _with_amax if observing.calibrates else partial(_with_errors, observing.path, next(_places))
+    look: Callable[..., Seen] = (
+        _with_amax if observing.calibrates else partial(_with_errors, observing.path, next(_places))
+    )
 
-    def look_at_cotangent(g: jax.Array, args: Any) -> Any:
+    def look_at_cotangent(g: jax.Array, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
         plan, _, scales, _ = args
         (g,), _ = look({"output_grad": g}, *args)
         # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
@@ -39,10 +53,10 @@ def observed(plan: Contraction, compute: Any, operands: Any, states: States, sca
 
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
-        (x, w), call = look(dict(zip(("input", "kernel"), operands)), plan, states, scales, None)
-        out: jax.Array = compute((x, w), scales)
+        (x, w), call = look(dict(zip(OPERANDS, operands)), plan, states, scales, None)
+        out = compute((x, w), scales)
         args = plan, states, scales, call
-        return on_cotangent(look_at_cotangent, out, args) if observing.backward else out
+        return cast(jax.Array, on_cotangent(look_at_cotangent, out, args)) if observing.backward else out
 
 
 def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
@@ -50,18 +64,18 @@ def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
-def _with_amax(tensors: Tensors, plan: Contraction, states: States, *_: Any) -> Any:
-    """Returns the tensors and None, and reports the amax of each tensor with delayed scaling."""
+def _with_amax(tensors: Tensors, plan: Contraction, states: States, *_: object) -> Seen:
+    """Reports the amax of each tensor with delayed scaling."""
     seen = tensors | {
         role: report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
         for role, x in tensors.items()
         if role in states
     }
-    return seen.values(), None
+    return [*seen.values()], None
 
 
-def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: Any) -> Any:
-    """Returns the tensors and the number of the call, and reports ``Numbers`` for ``statistics``.
+def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyTree) -> Seen:
+    """Reports the ``Numbers`` of each tensor for ``statistics``.
 
     The label of the report is ``(path, place, roles)``. It has the numbers of the tensor of each role, one
     row for each of its quantizers. The last array of a forward pass are sums of the kernel, which differ if

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
@@ -86,7 +87,7 @@ class Op:
     """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     @classmethod
-    def arguments(cls, params: Mapping[str, Any]) -> tuple[Any, ...]:
+    def arguments(cls, params: Mapping[str, object]) -> tuple[object, ...]:
         """Returns the arguments of the op from the parameters of the primitive."""
         return tuple(params[name] for name in cls.params)
 
@@ -95,12 +96,12 @@ class Op:
         cls,
         lhs: jax.Array,
         rhs: jax.Array,
-        *arguments: Any,
+        *arguments: object,
         recipe: Recipe,
         form: Form = "direct",
         states: States = STATELESS,
         key: jax.Array | None = None,
-        **keywords: Any,
+        **keywords: object,
     ) -> jax.Array:
         """Returns the result of the op in FP8, in the ambient ``mode``; see ``plans``.
 
@@ -162,7 +163,7 @@ def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @partial(_checked.defjvp, symbolic_zeros=True)
-def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
     if scale and not kernel:
         warnings.warn(
@@ -189,7 +190,7 @@ class OpBase:
     form: Form = "direct"
     """Which of the ``plans`` of its row the op runs; a field of the ops that have several."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuses operands, which a layer passes if it gets the class in the place of an op."""
         if any(isinstance(x, jax.Array) for x in args):
             raise TypeError(
@@ -207,7 +208,7 @@ class OpBase:
         """Returns the path of the op in the model, under which ``statistics`` shows the op."""
         raise NotImplementedError
 
-    def _key(self) -> Any:
+    def _key(self) -> jax.Array | None:
         """Returns a new random key for stochastic rounding; None if the user gave none."""
         raise NotImplementedError
 
@@ -232,7 +233,7 @@ class OpBase:
         return partial(self._compute, self._recipe_in_use())
 
     def _compute(
-        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
+        self, recipe: Recipe | None, lhs: ArrayLike, rhs: ArrayLike, *arguments: object, **keywords: Any
     ) -> jax.Array:
         """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:
@@ -241,11 +242,11 @@ class OpBase:
         recipe = recipe.gemms
         states = self._states(recipe, jnp.shape(rhs))
         lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-        keywords |= {"recipe": recipe, "form": self.form, "states": states}
-        if recipe.is_random:
-            keywords["key"] = self._key()
+        key = self._key() if recipe.is_random else None
         with in_op(self._place):
-            out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
+            out = self.row.in_fp8(
+                *(lhs, rhs, *arguments), recipe=recipe, form=self.form, states=states, key=key, **keywords
+            )
         for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
             if self.has_kernel and not (is_max_dtype(state.scale) or line_search.value):

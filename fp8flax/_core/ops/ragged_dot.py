@@ -145,7 +145,7 @@ class RaggedDot(Op):
         return self._run(lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type)
 
     @staticmethod
-    def sizes(lhs: Shape, rhs: Shape, *_: Any) -> GemmSizes:
+    def sizes(lhs: Shape, rhs: Shape, *_: object) -> GemmSizes:
         return GemmSizes(math.prod(lhs[:-2]), lhs[-2], *rhs[-2:])
 
     @staticmethod

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.names import FORWARD, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout
 from fp8flax._core.ops.contract import Contraction, Scales, quantized_once
+from fp8flax._core.ops.op import Op
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
@@ -29,11 +29,7 @@ class StoredContraction(Contraction):
     dimension_numbers: DimensionNumbers
     """What the forward product sums over, and its batch dimensions. Subclasses have it as a field."""
 
-    def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
-        """Returns one of the products; ``is_stored`` says that the kernel is in the layout of a parameter."""
-        raise NotImplementedError
-
-    def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
+    def stored(self, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
         """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
         The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
@@ -86,7 +82,7 @@ def as_stored(quantizer: Any) -> Any:
     return dataclasses.replace(quantizer, block=(1, 16)) if is_nvfp4 else quantizer
 
 
-def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
+def packed_kernel(plan: StoredContraction, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
     sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
@@ -97,21 +93,21 @@ def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
 
 
 def frozen(
-    plan_of: Callable[..., Any],
+    op: type[Op],
     lhs: jax.Array,
     kernel: QTensor,
-    *arguments: Any,
+    *arguments: object,
     recipe: CustomRecipe,
     input_scale: jax.Array | None,
-    **keywords: Any,
+    **keywords: object,
 ) -> jax.Array:
-    """Returns the result of an op, given its function of plans, for a kernel from ``packed_kernel``.
+    """Returns the result of an op that ``stores_kernel``, for a kernel from ``packed_kernel``.
 
     ``input_scale`` is the delayed scale of the input, if the recipe has one. Gradients stay wide.
     """
     lhs = as_float_array(lhs, "lhs")
     wide = jax.ShapeDtypeStruct(kernel.shape, lhs.dtype)
-    plan = plan_of(lhs, wide, *arguments, recipe=recipe, **keywords)
+    plan = cast(StoredContraction, op.plans["direct"](lhs, wide, *arguments, recipe=recipe, **keywords))
     warn_if_emulated(recipe.forward)
     scales = {} if input_scale is None else {"input": input_scale}
     return on_automatic_axes(_frozen, lhs, plan.out.sharding)(plan, lhs, kernel, scales)
@@ -129,7 +125,7 @@ def _frozen(plan: StoredContraction, lhs: jax.Array, kernel: QTensor, scales: Sc
 
 
 @_frozen.defjvp
-def _frozen_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _frozen_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent."""
     (plan, _, kernel, _), (_, dx, *_) = primals, tangents
     w = plan.original("kernel", plan.restored(kernel).dequantize(plan.rhs.dtype))
