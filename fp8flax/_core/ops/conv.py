@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from fp8flax._core.gemm.gemm import sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.canonical import Shape
-from fp8flax._core.ops.contract import traced
+from fp8flax._core.ops.contract import Traced, traced
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
 from fp8flax._core.recipes import CustomRecipe
@@ -25,60 +26,41 @@ from fp8flax._core.shapes import Float
 from fp8flax._core.types import OutSharding
 
 
-class _Windows(NamedTuple):
-    """The windows of a convolution along one spatial dimension, if they do not overlap.
+def _in_windows(lhs: jax.Array, rhs: jax.Array, found: Traced) -> jax.Array | None:
+    """Returns the input of a convolution in windows; None if they overlap, for groups, or a dilated input.
 
-    The dimension is padded (``padding`` is as for ``lax.pad``), and divided into ``number`` pieces of
-    ``step`` elements. Each piece has one window, which starts at its first element and reaches over
-    ``length`` elements. It reads every element whose distance from the first is a multiple of ``dilation``.
+    Each spatial dimension is padded, and divided into ``number`` pieces of ``step`` elements. A piece has
+    one window, which starts at its first element and reaches over ``length`` elements. It reads every
+    element whose distance from the first is a multiple of ``dilation``. In the result ``(batch, *spatial,
+    features)`` each spatial dimension is two: the windows, and the elements of a window. The convolution is
+    then a matmul of the result and the kernel.
     """
-
-    padding: tuple[int, int, int]
-    number: int
-    step: int
-    length: int
-    dilation: int
-
-
-def _traced(
-    lhs: jax.Array, rhs: jax.Array, *arguments: Any
-) -> tuple[jax.core.ShapedArray, dict[str, Any], list[_Windows] | None]:
-    """Returns the result's shape and dtype, the arguments as ``lax`` writes them, and the windows.
-
-    There is a ``_Windows`` for each spatial dimension if the windows do not overlap. The convolution is
-    then a matmul of windows and kernel. It is None if they overlap, for groups, and for a dilated input.
-    """
-    out, params = traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
+    out, params = found
     groups = params["feature_group_count"], params["batch_group_count"]
-    if groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
-        return out, params, None
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    windows = []
-    for lhs_dim, rhs_dim, out_dim, stride, dilation, (low, _) in zip(
-        *(lhs_spec[2:], rhs_spec[2:], out_spec[2:]),
-        *(params["window_strides"], params["rhs_dilation"], params["padding"]),
-    ):
-        size, number = rhs.shape[rhs_dim], out.shape[out_dim]
-        length = (size - 1) * dilation + 1
-        step = length if number == 1 else stride  # a single window overlaps nothing
-        if size == 0 or length > step:
-            return out, params, None
-        high = number * step - lhs.shape[lhs_dim] - low
-        windows.append(_Windows((low, high, 0), number, step, length, dilation))
-    return out, params, windows
-
-
-def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
-    """Returns an input ``(batch, *spatial, features)`` in windows.
-
-    Each spatial dimension becomes two: the windows, and the elements of a window.
-    """
-    x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), *(w.padding for w in windows), (0, 0, 0)])
-    for i, w in enumerate(windows):
+    sizes, numbers = [rhs.shape[i] for i in rhs_spec[2:]], [out.shape[i] for i in out_spec[2:]]
+    strides, dilations = params["window_strides"], params["rhs_dilation"]
+    lengths = [(size - 1) * dilation + 1 for size, dilation in zip(sizes, dilations)]
+    # A single window overlaps nothing.
+    steps = [n if number == 1 else stride for n, number, stride in zip(lengths, numbers, strides)]
+    overlap = any(size == 0 or n > step for size, n, step in zip(sizes, lengths, steps))
+    if overlap or groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
+        return None
+    x = lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+    padding = [
+        (low, number * step - size - low, 0)
+        for (low, _), number, step, size in zip(params["padding"], numbers, steps, x.shape[1:])
+    ]
+    x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), *padding, (0, 0, 0)])
+    for i, (number, step, length, dilation) in enumerate(zip(numbers, steps, lengths, dilations)):
         axis = 1 + 2 * i
-        x = x.reshape((*x.shape[:axis], w.number, w.step, *x.shape[axis + 1 :]))
-        x = lax.slice_in_dim(x, 0, w.length, w.dilation, axis=axis + 1)
+        x = x.reshape((*x.shape[:axis], number, step, *x.shape[axis + 1 :]))
+        x = lax.slice_in_dim(x, 0, length, dilation, axis=axis + 1)
     return x
+
+
+def _traced(lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> Traced:
+    return traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
 
 
 def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe) -> FakeQuantized:
@@ -102,7 +84,7 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRe
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    out, params, _ = _traced(lhs, rhs, *arguments)
+    out, params = found = _traced(lhs, rhs, *arguments)
 
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
@@ -116,7 +98,7 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRe
             y = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **wide)
             return y.astype(out.dtype)
 
-    return FakeQuantized.of(lhs, rhs, (out, params), precision=None, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of(lhs, rhs, found, precision=None, recipe=recipe, multiply=multiply)
 
 
 class Conv(Op):
@@ -174,11 +156,10 @@ class Conv(Op):
 
     @classmethod
     def in_fp8(cls, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-        _, params, windows = _traced(lhs, rhs, *arguments)
-        if windows is None:
+        found = _traced(lhs, rhs, *arguments)
+        if (x := _in_windows(lhs, rhs, found)) is None:
             return super().in_fp8(lhs, rhs, *arguments, **options)
-        lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-        x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
+        _, rhs_spec, out_spec = found[1]["dimension_numbers"]
         # The elements of a window are in the order of the kernel: spatial dimensions, then features.
         contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
         y = DotGeneral.in_fp8(x, rhs, (contract, ((), ())), *arguments[7:], **options)
@@ -195,4 +176,5 @@ class Conv(Op):
 
     @staticmethod
     def is_matmul(lhs: jax.Array, rhs: jax.Array, *arguments: object) -> bool:
-        return _traced(lhs, rhs, *arguments)[2] is not None
+        windows = partial(_in_windows, found=_traced(lhs, rhs, *arguments))
+        return jax.eval_shape(windows, lhs, rhs) is not None
