@@ -60,7 +60,7 @@ def _alike(f: Callable[..., Any], in_parts: bool, trees: list[Any]) -> list[Any]
 
 
 def _rows(trees: Sequence[Any]) -> jax.Array:
-    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, are a row."""
+    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, form a row."""
     return jnp.stack([lax.concatenate(leaves := jax.tree.leaves(x), leaves[0].ndim - 1) for x in trees])
 
 
