@@ -34,7 +34,7 @@ from fp8flax._core.quantize import (
     straight_through,
 )
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax, push_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
@@ -120,10 +120,10 @@ def _between_casts(plan: FakeQuantized, operands: Operands, scales: Scales) -> j
 
 
 def qdq_plan(
-    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: OutSharding = None
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe, out_sharding: OutSharding = None
 ) -> FakeQuantized:
     """Returns the plan of a matmul with ``form="qdq"``, from the arguments of ``lax.dot_general``."""
-    if not {*recipe.quantizers} <= {*recipe.delayed.values()}:
+    if not {*recipe.gemms.quantizers} <= {*recipe.gemms.delayed.values()}:
         raise ValueError(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
@@ -131,7 +131,7 @@ def qdq_plan(
     dot = partial(lax.dot_general, out_sharding=out_sharding)
     found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     multiply = lambda lhs, rhs: dot_general_with_precision(lhs, rhs, *arguments)  # noqa: E731
-    return FakeQuantized.of(lhs, rhs, found, precision=None, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
 
 
 # With a scaling state, as users call them.

@@ -45,7 +45,7 @@ from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
 from fp8flax._core.quantize import inf_to_nan, no_derivative
 from fp8flax._core.quantizers import BlockQuantizer, NVFP4Quantizer
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 
@@ -96,17 +96,25 @@ class Contraction:
 
     @classmethod
     def of(
-        cls, lhs: jax.Array, rhs: jax.Array, traced: Traced, *, precision: lax.PrecisionLike, **fields: Any
+        cls,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        found: Traced,
+        *,
+        recipe: Recipe,
+        precision: lax.PrecisionLike = None,
+        **fields: Any,
     ) -> Self:
         """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
-        out, params = traced
+        out, params = found
         if not is_wide_float(out.dtype):
             raise TypeError(
                 "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
                 f"{out.dtype}."
             )
         precision = None if precision is None else params["precision"]
-        return cls(lhs=jax.typeof(lhs), rhs=jax.typeof(rhs), out=out, precision=precision, **fields)
+        x, w, gemms = jax.typeof(lhs), jax.typeof(rhs), recipe.gemms
+        return cls(lhs=x, rhs=w, out=out, recipe=gemms, precision=precision, **fields)
 
     @property
     def function(self) -> Callable[..., jax.Array]:

@@ -21,7 +21,7 @@ from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.contract import Traced, traced
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 from fp8flax._core.types import OutSharding
 
@@ -63,21 +63,22 @@ def _traced(lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> Traced:
     return traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
 
 
-def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe) -> FakeQuantized:
+def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) -> FakeQuantized:
     """Returns the plan of a convolution that is not a matmul.
 
     It is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8 convolutions, and its
     forward FP8 convolution fails if cuDNN has none for the given sizes.
     """
-    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in recipe.quantizers)
-    if not has_one_scale or any(first != second for first, second in map(recipe.of_role, ROLES)):
+    gemms = recipe.gemms
+    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
+    if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
         raise ValueError(
             "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
             "It takes one scale per tensor, the same in all products: DelayedScaling() or "
             f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
             "or leave FP8 out of it."
         )
-    if any(recipe.quantizers) and absent_gpu() is None:
+    if any(gemms.quantizers) and absent_gpu() is None:
         warnings.warn(
             "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
             "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
@@ -94,11 +95,11 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRe
         if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
             dtype = sum_dtype_of(dtype, lhs.dtype)
         wide = params | {"preferred_element_type": dtype}
-        with jax.named_scope(KEPT_WIDE if None in recipe.quantizers else CONVOLVED_WIDE):
+        with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
             y = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **wide)
             return y.astype(out.dtype)
 
-    return FakeQuantized.of(lhs, rhs, found, precision=None, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
 
 
 class Conv(Op):

@@ -19,7 +19,7 @@ from fp8flax._core.ops.contract import traced
 from fp8flax._core.ops.op import GemmSizes, Op, Plans
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
 from fp8flax._core.types import OutSharding
 
@@ -53,7 +53,7 @@ def dot_plan(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: CustomRecipe,
+    recipe: Recipe,
     out_sharding: OutSharding = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""

@@ -32,7 +32,7 @@ Form: TypeAlias = Literal["direct", "qdq"]
 """How an FP8 matmul is written: GEMMs of codes, or GEMMs of wide operands between quantize-dequantize."""
 
 Plans: TypeAlias = Mapping[str, Callable[..., Contraction]]
-"""``plan(lhs, rhs, *arguments, recipe=)`` returns how an op computes in FP8, for a ``CustomRecipe``.
+"""``plan(lhs, rhs, *arguments, recipe=)`` returns how an op computes in FP8 under a recipe.
 
 The key is the option ``form`` of the op; an op that does not have the option has the plan "direct"."""
 
@@ -65,6 +65,7 @@ class Op:
     plain: ClassVar[Callable[..., jax.Array]]
     """``plain(lhs, rhs, *arguments)`` computes the op without FP8."""
     plans: ClassVar[Plans]
+    """How the op computes in FP8."""
     stores_kernel: ClassVar[bool] = False
     """Whether a frozen model stores the codes of the kernel. Then "direct" has a ``StoredContraction``."""
     sizes: ClassVar[Callable[..., GemmSizes]]
@@ -108,8 +109,8 @@ class Op:
         ``states`` are the scaling states of the roles with delayed scaling. ``key`` is a random key, if the
         recipe ``is_random``.
         """
-        gemms = recipe.gemms
-        plan = cls.plans[form](lhs, rhs, *arguments, recipe=gemms, **keywords)
+        plan = cls.plans[form](lhs, rhs, *arguments, recipe=recipe, **keywords)
+        gemms = plan.recipe
         if key is not None:
             plan = dataclasses.replace(plan, key=key)
 
@@ -239,10 +240,9 @@ class OpBase:
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
-        recipe = recipe.gemms
         states = self._states(recipe, jnp.shape(rhs))
         lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-        key = self._key() if recipe.is_random else None
+        key = self._key() if recipe.gemms.is_random else None
         with in_op(self._place):
             out = self.row.in_fp8(
                 *(lhs, rhs, *arguments), recipe=recipe, form=self.form, states=states, key=key, **keywords

@@ -23,7 +23,7 @@ from fp8flax._core.ops.op import GemmSizes, Op, Plans
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
 from fp8flax._core.quantizers import NVFP4Quantizer
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
@@ -85,7 +85,7 @@ def ragged_plan(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: CustomRecipe,
+    recipe: Recipe,
 ) -> RaggedContraction:
     """Returns the plan of a ragged dot of operands, or of their shapes and dtypes.
 
@@ -96,7 +96,7 @@ def ragged_plan(
             "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
             "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
         )
-    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.quantizers):
+    if any(isinstance(quantizer, NVFP4Quantizer) for quantizer in recipe.gemms.quantizers):
         raise ValueError(
             "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
             f"MXFP8BlockScaling(); got {recipe!r}."
