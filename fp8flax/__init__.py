@@ -77,18 +77,18 @@ from fp8flax._core.quantize import quantize as quantize
 from fp8flax._core.quantize import quantize_dequantize as quantize_dequantize
 
 # Other names that code written for flax.linen.fp8_ops imports from there.
-from fp8flax._core.ops.dot_general import dot_general_with_precision as dot_general_with_precision
+from fp8flax._core.flax_names import compute_amax_history as compute_amax_history
+from fp8flax._core.flax_names import dot_general_with_precision as dot_general_with_precision
+from fp8flax._core.flax_names import in_q as in_q
+from fp8flax._core.flax_names import in_qdq as in_qdq
+from fp8flax._core.flax_names import out_dq as out_dq
+from fp8flax._core.flax_names import out_qdq as out_qdq
+from fp8flax._core.flax_names import qdq as qdq
 from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
-from fp8flax._core.qdq import in_q as in_q
-from fp8flax._core.qdq import in_qdq as in_qdq
-from fp8flax._core.qdq import out_dq as out_dq
-from fp8flax._core.qdq import out_qdq as out_qdq
-from fp8flax._core.quantize import qdq as qdq
-from fp8flax._core.scaling import compute_amax_history as compute_amax_history
 from fp8flax._core.scaling import compute_scale as compute_scale
-from fp8flax._linen.ops import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
-from fp8flax._linen.ops import Fp8DotGeneral as Fp8DotGeneral
+from fp8flax._linen.flax_names import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
+from fp8flax._linen.flax_names import Fp8DotGeneral as Fp8DotGeneral
+from fp8flax._linen.flax_names import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
 from fp8flax._linen.ops import Fp8Einsum as Fp8Einsum
-from fp8flax._linen.ops import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
 
 __version__ = "0.1.0"

@@ -16,12 +16,13 @@ from jax.sharding import AxisType
 import fp8flax as fp8
 from fp8flax._core.gemm import hopper
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.ops.dot_general import fp8_dot_general
+from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
 
+fp8_dot_general = DotGeneral.in_fp8
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 MATMUL = (((1,), (0,)), ((), ()))
 NO_BATCH = ((), ())

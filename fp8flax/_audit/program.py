@@ -159,7 +159,7 @@ def parse(text: str) -> Program:
         elif re.match(r"\s+(ROOT )?%\S+ = ", line):
             found = _LINE.fullmatch(line)
             if found is None:
-                raise ValueError(f"this line of HLO is not in a known form: {line[:200]}")
+                raise ValueError(f"this line of HLO has no known syntax: {line[:200]}")
             is_root, name, types, opcode, operands, attributes = found.groups()
             arrays = re.findall(r"([a-z]+[a-z0-9]*)\[([^\]]*)\]", types)
             results = tuple(Array(t, tuple(map(int, re.findall(r"\d+", dims)))) for t, dims in arrays)
@@ -309,4 +309,4 @@ def _group_size(collective: Instruction, num_devices: int) -> int:
         # An axis may be a part of an axis of the mesh: 'x':(2)4 is a part of size 4.
         axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
-    raise ValueError(f"the groups of this collective are not in a known form: {text[:200]}")
+    raise ValueError(f"the groups of this collective have no known syntax: {text[:200]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fp8flax._core.types import Role
+
 FORWARD, DGRAD, WGRAD = "fp8_forward", "fp8_dgrad", "fp8_wgrad"
 """The scopes (``jax.named_scope``) of the three GEMMs of a contraction."""
 
@@ -82,7 +84,10 @@ RNG = "fp8"
 PARAMS = "params"
 """The Linen collection of the trained parameters."""
 
-ROLES = ("input", "kernel", "output_grad")
+OPERANDS: tuple[Role, Role] = ("input", "kernel")
+"""The operands of a matmul."""
+
+ROLES: tuple[Role, Role, Role] = (*OPERANDS, "output_grad")
 """The three tensors of a matmul that are quantized, as they appear in the names of the state."""
 
 SCALE, AMAX_HISTORY = "_scale", "_amax_history"

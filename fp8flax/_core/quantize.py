@@ -175,10 +175,6 @@ def quantize_dequantize(
     return dequantize(q, jnp.asarray(x).dtype, jnp.asarray(scale).astype(compute_dtype))
 
 
-qdq = quantize_dequantize
-"""``quantize_dequantize`` under its name in ``flax.linen.fp8_ops``."""
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: jax.Array) -> jax.Array:
     """Returns ``f(x, *constants)``; its derivative with respect to ``x`` is that of the identity.

@@ -155,35 +155,6 @@ def push_amax(
     return jnp.where(is_newest, amax.reshape(*shape[:-1], 1), rolled)
 
 
-def compute_amax_history(
-    x: Float[jax.Array, "*dims"], amax_history: Float32[jax.Array, " length"]
-) -> Float32[jax.Array, " length"]:
-    """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
-
-    After index 0 come the older amaxes, from the oldest to the second newest. The history stays unchanged
-    if ``x`` is empty, or holds a NaN or an Inf.
-
-    Args:
-        x: a floating-point array of any shape.
-        amax_history: past amaxes, shape ``(length,)``, float32; so is the result.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> history = jnp.zeros((4,))
-        >>> for amax in (1.0, 2.0, 3.0):
-        ...     history = fp8.compute_amax_history(jnp.array([0.5, -amax]), history)
-        ...     print(history)
-        [1. 0. 0. 0.]
-        [2. 0. 0. 1.]
-        [3. 0. 1. 2.]
-
-    Source: the layout of ``flax.linen.fp8_ops``.
-    """
-    amax = delayed_amax(jnp.asarray(x, jnp.float32))
-    pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
-    return jnp.where(jnp.isfinite(amax), pushed, amax_history)
-
-
 def apply_scales(
     total: Float32[jax.Array, "*dims"],
     lhs_scale: Float32[jax.Array, "*#dims"],

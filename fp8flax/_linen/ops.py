@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8flax._core.formats import Format
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.ops.ragged_dot import RaggedDot
-from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op, called
 
 
@@ -54,40 +52,8 @@ class Fp8DotGeneralOp(Fp8Op):
     """
 
     row = DotGeneral
-    form: str = "direct"
+    form: Form = "direct"
     __call__ = called(DotGeneral)
-
-
-class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` under the name of Flax's newer op, so that its checkpoints fit.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DirectDotGeneralOp)
-        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
-        ['Fp8DirectDotGeneralOp_0']
-
-    Source: ``flax.linen.fp8_ops.Fp8DirectDotGeneralOp``.
-    """
-
-
-Fp8DotGeneral = Fp8DirectDotGeneralOp
-"""``Fp8DirectDotGeneralOp`` under its name in the Flax FP8 guide."""
-
-
-class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer = nn.Dense(8, dot_general_cls=fp8.NANOOFp8DotGeneralOp)
-        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
-        ['NANOOFp8DotGeneralOp_0']
-
-    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
-    """
-
-    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
 class Fp8Einsum(Fp8Op):
@@ -114,7 +80,7 @@ class Fp8Einsum(Fp8Op):
     """
 
     row = Einsum
-    form: str = "direct"
+    form: Form = "direct"
     __call__ = called(Einsum)
 
 

@@ -195,10 +195,9 @@ class Call(Interception):
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
-        options = {"form": rules.form} if site.op.has_form else {}
         with jax.named_scope(BY_OP):
             parent = scope.push(site.name, reuse=True)
-            op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
+            op = OPS[site.op](recipe=site.recipe, **rules.options_of(site.op), parent=parent)
             object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
             return by(op)
 

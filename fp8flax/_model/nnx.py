@@ -375,9 +375,8 @@ def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site
 def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
-    form: dict[str, Any] = {"form": options.form} if row.has_form else {}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
+    op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **options.options_of(row))
     op._make_state(site.stacked, rngs)
     op._reason, op.has_kernel = site.reason, site.kernel is not None
     return cast(Fp8Op, op)

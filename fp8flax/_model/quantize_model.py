@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 
 from fp8flax._core.names import RNG
+from fp8flax._core.ops.op import Form
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
@@ -33,7 +34,7 @@ def quantize_model(
     rules: Any = (),
     products: bool = False,
     allow_unmatched: bool = False,
-    form: str = "direct",
+    form: Form = "direct",
     rngs: Any = None,
     **keyword_inputs: Any,
 ) -> Any:

@@ -11,7 +11,8 @@ import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gemm import GemmSizes
-from fp8flax._core.ops.op import FORMS, Op
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 
@@ -97,10 +98,10 @@ class Rules:
     rules: tuple[Any, ...] = ()
     products: bool = False
     allow_unmatched: bool = False
-    form: str = "direct"
+    form: Form = "direct"
 
     def __post_init__(self) -> None:
-        check_choice("form", self.form, FORMS)
+        check_choice("form", self.form, tuple(DotGeneral.plans))
         check_bool("products", self.products)
         check_bool("allow_unmatched", self.allow_unmatched)
         if self.recipe is not None:
@@ -127,6 +128,10 @@ class Rules:
                     "include, exclude and rules must have regular expressions on module paths; got "
                     f"{text}: {error}."
                 ) from error
+
+    def options_of(self, op: type[Op]) -> dict[str, Any]:
+        """Returns the options of an op that the rules convert to, beside its recipe."""
+        return {"form": self.form} if len(op.plans) > 1 else {}
 
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields the description, the pattern or callable, and the outcome of each rule in order."""

@@ -18,7 +18,7 @@ from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
+from fp8flax._core.ops.op import Form, MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
@@ -92,7 +92,9 @@ class Fp8Op(OpBase, nnx.Module):
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, *, recipe: Recipe | None = None, form: Form = "direct", rngs: nnx.Rngs | None = None
+    ):
         self.recipe, self.form = recipe, form
         self._check_options()
         self._scope = ""

@@ -24,7 +24,7 @@ from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.ops.op import MissingStateError, Op
-from fp8flax._core.ops.stored import packed_kernel
+from fp8flax._core.ops.stored import frozen, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
@@ -214,7 +214,7 @@ def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ..
     """
     plans, keys = dict[Path, Any](), dict[Path, Any]()
     for path, op in seen.items():
-        plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
+        plan: Any = op.row.plans["direct"](*op.arguments, recipe=op.gemms) if op.row.stores_kernel else None
         dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
         plans[path] = plan
         keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
@@ -357,7 +357,7 @@ def computed(
     # ``_stored`` gives a scalar scale the shape (1,).
     of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
     assert gemms.forward.rhs is not None
-    tensor_scale = of.get(KERNEL_TENSOR_SCALE)
-    rhs = QTensor(codes, of[KERNEL_SCALE], gemms.forward.rhs.stored, tensor_scale=tensor_scale)
-    input_scale = scales.get(INPUT_SCALE)
-    return row.in_fp8(lhs, rhs, *arguments, recipe=gemms, input_scale=input_scale, **keywords)
+    quantizer, tensor_scale = gemms.forward.rhs.stored, of.get(KERNEL_TENSOR_SCALE)
+    rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
+    keywords |= {"recipe": gemms, "input_scale": scales.get(INPUT_SCALE)}
+    return frozen(row, lhs, rhs, *arguments, **keywords)

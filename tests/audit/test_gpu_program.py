@@ -19,8 +19,7 @@ from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.program import parse
 from fp8flax._core.gemm.quantize_blocks import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.ops.dot_general import fp8_dot_general
-from tests.cases import OWG, dense_step, struct
+from tests.cases import OWG, dense_step, fp8_dot_general, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

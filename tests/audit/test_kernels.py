@@ -192,7 +192,7 @@ def test_bytes_that_a_device_sends(kind, line, sent):
 
 def test_groups_in_an_unknown_form_are_refused():
     (kernel,) = kernels(["f32[8]"], "%y = f32[8] all-reduce(%p0), replica_groups=<new>")
-    with pytest.raises(ValueError, match="not in a known form: <new>"):
+    with pytest.raises(ValueError, match="no known syntax: <new>"):
         bytes_sent(kernel, 8)
 
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.ops.dot_general import fp8_dot_general
-from tests.cases import MATMUL, struct
+from tests.cases import MATMUL, fp8_dot_general, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

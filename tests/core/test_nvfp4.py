@@ -22,10 +22,9 @@ from fp8flax._core.gemm import emulated
 from fp8flax._core.gemm.dispatch import multiply
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.measuring import numbers_of
-from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims, QTensor
 from tests import reference_recipes
-from tests.cases import MATMUL, mesh, normal, variables_of, with_reference
+from tests.cases import MATMUL, fp8_dot_general, mesh, normal, variables_of, with_reference
 
 long = partial(pytest.param, marks=pytest.mark.long)
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

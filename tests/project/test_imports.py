@@ -1,6 +1,6 @@
 """Folders stand on floors: what a file may import, also inside of functions.
 
-A folder imports from folders before it, files do not import each other in a circle, and only ``_compat`` uses
+A folder imports from folders before it. Files do not import each other in a circle. Only ``_compat`` uses
 private parts of JAX and Flax.
 """
 

@@ -1,1 +1,1 @@
-"""FP8 ops: their canonical form, their three products, and the ways in which an op can run."""
+"""FP8 ops: their canonical layouts, their three products, and the ways in which an op can run."""

@@ -1,7 +1,7 @@
 """Writes any contraction of two tensors as ``(*B, *M, K) · (*B, K, *N)``, by transposes and reshapes.
 
 B are the batch dimensions, M the free dimensions of the input, N those of the kernel; there is one
-contracted dimension K. A Dense layer has this form already. M and N stay as they are, because devices may
+contracted dimension K. A Dense layer is canonical already. M and N stay as they are, because devices may
 split each of them. Then there are exactly three products, and none of their results needs a transpose::
 
     forward   x (*B, *M, K) · kernel (*B, K, *N)  over K   ->  (*B, *M, *N)
@@ -28,7 +28,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 class Layout(NamedTuple):
-    """How one tensor is brought into canonical form: by a transpose and a reshape (hashable)."""
+    """How one tensor is made canonical: by a transpose and a reshape (hashable)."""
 
     shape: Shape
     """The shape of the tensor itself."""
@@ -39,12 +39,17 @@ class Layout(NamedTuple):
     dims: tuple[Dims, ...] = ()
     """What the first and the second product of the tensor contract."""
 
+    @classmethod
+    def of(cls, shape: Shape, dims: tuple[Dims, ...]) -> Layout:
+        """Returns the layout of a tensor that is canonical."""
+        return cls(shape, tuple(range(len(shape))), shape, dims)
+
     def to(self, x: jax.Array) -> jax.Array:
-        """Returns a tensor in canonical form."""
+        """Returns a tensor after the permutation and the reshape."""
         return lax.reshape(lax.transpose(x, self.order), self.canonical)
 
     def back(self, x: jax.Array) -> jax.Array:
-        """Returns the tensor itself, from its canonical form."""
+        """Returns the tensor itself, from what ``to`` returns."""
         permuted = lax.reshape(x, [self.shape[i] for i in self.order])
         return lax.transpose(permuted, np.argsort(self.order).tolist())
 

@@ -1,4 +1,4 @@
-"""The FP8 contraction and its gradients: the ``custom_vjp`` of the direct form. Read this first.
+"""The FP8 contraction and its gradients, a ``custom_vjp``.
 
 A contraction multiplies an input ``x`` by a kernel ``w``. In the backward pass the output gradient ``g``
 is multiplied by the kernel (dgrad, the gradient of the input) and by the input (wgrad, the gradient of the
@@ -21,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
+from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.dispatch import quantize_in_blocks
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.quantize_blocks import Cast
@@ -36,15 +36,17 @@ from fp8flax._core.names import (
     DGRAD,
     FORWARD,
     KERNEL_FORWARD_NAME,
+    OPERANDS,
     OUTPUT_NAME,
     RESIDUAL_NAMES,
     ROLES,
     WGRAD,
 )
+from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor, Quantizer
 from fp8flax._core.quantize import inf_to_nan, no_derivative
 from fp8flax._core.quantizers import BlockQuantizer
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 from fp8flax._core.types import Accumulation
@@ -52,7 +54,7 @@ from fp8flax._core.types import Accumulation
 _INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
 
 Scales = dict[str, jax.Array]
-"""The float32 scale of each tensor with delayed scaling, by role."""
+"""A float32 scale, or an amax, of each tensor with delayed scaling, by role."""
 
 States = Mapping[str, ScalingState]
 """The scaling state of each tensor with delayed scaling, by role."""
@@ -60,57 +62,90 @@ States = Mapping[str, ScalingState]
 STATELESS: States = {}
 
 
-class Operand(NamedTuple):
-    """Static description of an operand of an op (hashable)."""
+Operand: TypeAlias = QTensor | jax.Array
+"""An operand of a product: quantized, or wide."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    axes: frozenset[str]
-    """The manual axes of ``shard_map`` over which the operand varies."""
+Operands: TypeAlias = tuple[jax.Array, jax.Array]
+"""The input and the kernel of an op."""
 
-    @classmethod
-    def of(cls, x: jax.Array) -> Operand:
-        """Returns the operand description of ``x``."""
-        return cls(x.shape, x.dtype, manual_axes(x))
+Traced: TypeAlias = tuple[jax.core.ShapedArray, dict[str, Any]]
+"""The type of the result of a function of ``lax``, and the parameters of its primitive."""
+
+
+def traced(function: Callable[..., jax.Array], *operands: jax.Array) -> Traced:
+    """Traces a function of ``lax``, which raises its own errors, and writes its arguments in full."""
+    program = jax.make_jaxpr(function)(*operands)
+    return program.out_avals[0], program.eqns[-1].params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contraction:
-    """The description of a contraction, and its products.
+    """The plan of an op: the description of a contraction, and its products.
 
-    Each op has a subclass, a tree to JAX: its leaves are the arrays that the op takes beside its operands,
-    such as the group sizes of a ragged dot. Methods take tensors by their role. A tensor is quantized and
-    multiplied in its canonical form.
+    A plan is a tree to JAX: its leaves are the arrays that the op takes beside its operands, such as the
+    group sizes of a ragged dot. Methods take tensors by their role.
     """
 
     recipe: CustomRecipe = dataclasses.field(metadata=STATIC)
-    lhs: Operand = dataclasses.field(metadata=STATIC)
-    rhs: Operand = dataclasses.field(metadata=STATIC)
-    out_dtype: np.dtype = dataclasses.field(metadata=STATIC)
-    out_sharding: Any = dataclasses.field(default=None, metadata=STATIC)
-    precision: Any = dataclasses.field(default=None, metadata=STATIC)
+    lhs: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    rhs: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    out: jax.core.ShapedArray = dataclasses.field(metadata=STATIC)
+    """The types of the operands and of the result, as ``jax.typeof`` returns them."""
+    precision: lax.PrecisionLike = dataclasses.field(default=None, metadata=STATIC)
     """The precision that the caller asks for, as ``lax`` writes it."""
-    key: Any = None
+    key: jax.Array | None = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
+
+    @classmethod
+    def of(
+        cls,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        found: Traced,
+        *,
+        recipe: Recipe,
+        precision: lax.PrecisionLike = None,
+        **fields: Any,
+    ) -> Self:
+        """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
+        out, params = found
+        if not is_wide_float(out.dtype):
+            raise TypeError(
+                "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
+                f"{out.dtype}."
+            )
+        precision = None if precision is None else params["precision"]
+        x, w, gemms = jax.typeof(lhs), jax.typeof(rhs), recipe.gemms
+        return cls(lhs=x, rhs=w, out=out, recipe=gemms, precision=precision, **fields)
+
+    @property
+    def function(self) -> Callable[..., jax.Array]:
+        """Returns the function that computes such a contraction in FP8, called as ``contract``."""
+        return contract
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Returns the layout of each tensor, by its role."""
+        raise NotImplementedError
 
     @property
     def dims(self) -> dict[str, tuple[Dims, ...]]:
         """Returns what the first and the second product of each tensor contract, by its role."""
-        raise NotImplementedError
+        return {role: layout.dims for role, layout in self.layouts.items()}
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        """Returns a tensor in canonical form."""
-        return x
+        """Returns a tensor as it is quantized and multiplied."""
+        return self.layouts[role].to(x)
 
     def original(self, role: str, x: jax.Array) -> jax.Array:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
-        return x
+        return self.layouts[role].back(x)
 
-    def product(self, name: str) -> Callable[..., jax.Array]:
+    def product(self, name: str, is_stored: bool = False) -> Callable[[Operand, Operand], jax.Array]:
         """Returns one of the three products, a function of two canonical operands.
 
         ``FORWARD`` multiplies input and kernel, ``DGRAD`` output gradient and kernel, ``WGRAD`` input and
-        output gradient. An operand is a ``QTensor``, or an array that stays wide.
+        output gradient. ``is_stored`` is whether the kernel is that of a frozen model.
         """
         raise NotImplementedError
 
@@ -124,7 +159,7 @@ class Contraction:
 
     def gemm(self, name: str) -> Gemm:
         """Returns one of the three GEMMs: what it contracts, its dtypes, and how it accumulates."""
-        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
+        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out.dtype
         recipe, (of_x, of_w, of_g) = self.recipe, (self.dims[role] for role in ROLES)
         part, dims, dtypes = {
             FORWARD: (recipe.forward, (of_x[0], of_w[0]), (x, w, y)),
@@ -135,7 +170,7 @@ class Contraction:
         return Gemm(*dims, *dtypes, accumulation, self.precision, has_barrier=name == FORWARD)
 
 
-def _accumulation_of(precision: Any) -> Accumulation:
+def _accumulation_of(precision: lax.PrecisionLike) -> Accumulation:
     """Returns the accumulation that a precision stands for; raises ``TypeError`` if there is none."""
     if not isinstance(precision, tuple):
         raise TypeError(
@@ -149,9 +184,9 @@ def _accumulation_of(precision: Any) -> Accumulation:
 # The work is jitted, so that JAX traces it once for all equal layers.
 @jax.custom_vjp
 @jax.jit
-def contract(plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales) -> jax.Array:
+def contract(plan: Contraction, operands: Operands, scales: Scales) -> jax.Array:
     """Returns the product of the operands; the "gradients" of the scales are the amaxes of this step."""
-    x, w = (quantized_once(plan, role, x, scales) for role, x in zip(("input", "kernel"), operands))
+    x, w = (quantized_once(plan, role, x, scales) for role, x in zip(OPERANDS, operands))
     with jax.named_scope(FORWARD):
         return plan.original("output_grad", plan.product(FORWARD)(x, w))
 
@@ -160,16 +195,14 @@ class _Residuals(NamedTuple):
     """What the forward pass keeps for the backward pass."""
 
     plan: Contraction
-    kept: tuple[Any, Any]
+    kept: tuple[Operand, Operand]
     """Input and kernel, quantized for their products in the backward pass, see ``_operand``; or wide."""
     scales: Scales
-    amaxes: dict[str, jax.Array]
+    amaxes: Scales
     """The amaxes of input and kernel."""
 
 
-def _contract_fwd(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], scales: Scales
-) -> tuple[jax.Array, _Residuals]:
+def _contract_fwd(plan: Contraction, operands: Operands, scales: Scales) -> tuple[jax.Array, _Residuals]:
     """Runs the forward pass; returns the result and the residuals."""
     out, (x, w), amaxes = _forward(plan, *operands, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
@@ -178,7 +211,9 @@ def _contract_fwd(
 
 
 @jax.jit
-def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) -> Any:
+def _forward(
+    plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales
+) -> tuple[jax.Array, tuple[QTensor | None, QTensor | None], Scales]:
     """Returns the result, the residuals of input and kernel (None if wide), and the amaxes by role."""
     x, kept_x, x_amax = _operand(plan, "input", lhs, scales)
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
@@ -188,12 +223,12 @@ def _forward(plan: Contraction, lhs: jax.Array, rhs: jax.Array, scales: Scales) 
 
 
 @jax.jit
-def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
+def _contract_bwd(residuals: _Residuals, g: jax.Array) -> tuple[None, Operands, Scales]:
     """Runs the backward pass; returns the cotangents of the plan (None), the operands and the scales."""
     plan, kept, scales, amaxes = residuals
     x, w = (
         x.from_bits() if isinstance(x, QTensor) else plan.canonical(role, x)
-        for role, x in zip(("input", "kernel"), kept)
+        for role, x in zip(OPERANDS, kept)
     )
     g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
     with jax.named_scope(DGRAD):
@@ -209,17 +244,17 @@ def _contract_bwd(residuals: _Residuals, g: jax.Array) -> Any:
 contract.defvjp(_contract_fwd, _contract_bwd)
 
 
-def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
+def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
     """Returns a cotangent with the dtype and the manual axes of its operand, as JAX requires."""
     # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
-    excess = tuple(sorted(manual_axes(grad) - operand.axes))
+    excess = tuple(sorted(manual_axes(grad) - operand.manual_axis_type.varying))
     return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 
 # Quantizing.
 
 
-def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
+def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Operand:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
     quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role]
     keys = _key(plan, role, 0), None
@@ -228,7 +263,7 @@ def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -
 
 def quantized_twice(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
-) -> tuple[Any, Any, dict[str, jax.Array]]:
+) -> tuple[Operand, Operand, Scales]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
     quantizers, dims = plan.recipe.of_role(role), plan.dims[role]
@@ -257,7 +292,9 @@ def _key(plan: Contraction, role: str, index: int) -> Any:
     return jax.random.fold_in(plan.key, 2 * ROLES.index(role) + index)
 
 
-def _operand(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Any:
+def _operand(
+    plan: Contraction, role: str, x: jax.Array, scales: Scales
+) -> tuple[Operand, QTensor | None, Scales]:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if

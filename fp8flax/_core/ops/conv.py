@@ -5,141 +5,101 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8flax._core.flax_names import FakeQuantized
 from fp8flax._core.gemm.gemm import GemmSizes, sum_dtype_of
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, absent_gpu
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
 from fp8flax._core.ops.canonical import Shape
-from fp8flax._core.ops.contract import STATELESS, States
-from fp8flax._core.ops.dot_general import fp8_dot_general
-from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.contract import Traced, traced
+from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.ops.op import Op, Plans
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
+from fp8flax._core.types import OutSharding
 
 
-class _Windows(NamedTuple):
-    """The windows of a convolution along one spatial dimension, if they do not overlap.
+def _in_windows(lhs: jax.Array, rhs: jax.Array, found: Traced) -> jax.Array | None:
+    """Returns the input of a convolution in windows; None if they overlap, for groups, or a dilated input.
 
-    The dimension is padded (``padding`` is as for ``lax.pad``), and divided into ``number`` pieces of
-    ``step`` elements. Each piece has one window, which starts at its first element and reaches over
-    ``length`` elements. It reads every element whose distance from the first is a multiple of ``dilation``.
+    Each spatial dimension is padded, and divided into ``number`` pieces of ``step`` elements. A piece has
+    one window, which starts at its first element and reaches over ``length`` elements. It reads every
+    element whose distance from the first is a multiple of ``dilation``. In the result ``(batch, *spatial,
+    features)`` each spatial dimension is two: the windows, and the elements of a window. The convolution is
+    then a matmul of the result and the kernel.
     """
-
-    padding: tuple[int, int, int]
-    number: int
-    step: int
-    length: int
-    dilation: int
-
-
-def _traced(lhs: Any, rhs: Any, *arguments: Any) -> tuple[Any, dict[str, Any], list[_Windows] | None]:
-    """Returns the result's shape and dtype, the arguments as ``lax`` writes them, and the windows.
-
-    There is a ``_Windows`` for each spatial dimension if the windows do not overlap. The convolution is
-    then a matmul of windows and kernel. It is None if they overlap, for groups, and for a dilated input.
-    """
-    out, params = traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
+    out, params = found
     groups = params["feature_group_count"], params["batch_group_count"]
-    if groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
-        return out, params, None
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    windows = []
-    for lhs_dim, rhs_dim, out_dim, stride, dilation, (low, _) in zip(
-        *(lhs_spec[2:], rhs_spec[2:], out_spec[2:]),
-        *(params["window_strides"], params["rhs_dilation"], params["padding"]),
-    ):
-        size, number = rhs.shape[rhs_dim], out.shape[out_dim]
-        length = (size - 1) * dilation + 1
-        step = length if number == 1 else stride  # a single window overlaps nothing
-        if size == 0 or length > step:
-            return out, params, None
-        high = number * step - lhs.shape[lhs_dim] - low
-        windows.append(_Windows((low, high, 0), number, step, length, dilation))
-    return out, params, windows
-
-
-def _in_windows(x: jax.Array, windows: list[_Windows]) -> jax.Array:
-    """Returns an input ``(batch, *spatial, features)`` in windows.
-
-    Each spatial dimension becomes two: the windows, and the elements of a window.
-    """
-    x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), *(w.padding for w in windows), (0, 0, 0)])
-    for i, w in enumerate(windows):
+    sizes, numbers = [rhs.shape[i] for i in rhs_spec[2:]], [out.shape[i] for i in out_spec[2:]]
+    strides, dilations = params["window_strides"], params["rhs_dilation"]
+    lengths = [(size - 1) * dilation + 1 for size, dilation in zip(sizes, dilations)]
+    # A single window overlaps nothing.
+    steps = [n if number == 1 else stride for n, number, stride in zip(lengths, numbers, strides)]
+    overlap = any(size == 0 or n > step for size, n, step in zip(sizes, lengths, steps))
+    if overlap or groups != (1, 1) or set(params["lhs_dilation"]) - {1}:
+        return None
+    x = lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+    padding = [
+        (low, number * step - size - low, 0)
+        for (low, _), number, step, size in zip(params["padding"], numbers, steps, x.shape[1:])
+    ]
+    x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), *padding, (0, 0, 0)])
+    for i, (number, step, length, dilation) in enumerate(zip(numbers, steps, lengths, dilations)):
         axis = 1 + 2 * i
-        x = x.reshape((*x.shape[:axis], w.number, w.step, *x.shape[axis + 1 :]))
-        x = lax.slice_in_dim(x, 0, w.length, w.dilation, axis=axis + 1)
+        x = x.reshape((*x.shape[:axis], number, step, *x.shape[axis + 1 :]))
+        x = lax.slice_in_dim(x, 0, length, dilation, axis=axis + 1)
     return x
 
 
-def _convolved(out_dtype: Any, params: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Returns the convolution of wide operands that hold FP8 values."""
-    # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
-    # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    dtype = out_dtype
-    if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
-        dtype = sum_dtype_of(dtype, lhs.dtype)
-    params = {**params, "preferred_element_type": dtype}
-    return lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **params).astype(out_dtype)
+def _traced(lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> Traced:
+    return traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
 
 
-def fp8_conv_general_dilated(
-    lhs: Float[jax.Array, "*input"],
-    rhs: Float[jax.Array, "*kernel"],
-    *arguments: Any,
-    states: States = STATELESS,
-    recipe: Recipe,
-    key: Any = None,
-) -> Float[jax.Array, "*output"]:
-    """Computes ``Conv`` in FP8; ``modes.run`` explains the last arguments.
+def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) -> FakeQuantized:
+    """Returns the plan of a convolution that is not a matmul.
 
-    The convolution is ``fp8_dot_general`` of windows and kernel if its windows do not overlap (1×1 kernels,
-    patches, a window that covers all of the input), it has no groups, and its input is not dilated.
-    Otherwise it is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8
-    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes.
+    It is quantize-dequantize around a convolution of JAX: XLA has no gradients of FP8 convolutions, and its
+    forward FP8 convolution fails if cuDNN has none for the given sizes.
     """
-    precision, preferred_element_type = arguments[7:]
-    lhs, rhs, _ = check_operands(lhs, rhs, preferred_element_type)
-    out, params, windows = _traced(lhs, rhs, *arguments)
-    if windows is None:
-        gemms = recipe.gemms
-        has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
-        if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
-            raise ValueError(
-                "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
-                "It takes one scale per tensor, the same in all products: DelayedScaling() or "
-                f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
-                "or leave FP8 out of it."
-            )
-        if any(gemms.quantizers) and absent_gpu() is None:
-            warnings.warn(
-                "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
-                "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
-                Fp8EmulationWarning,
-                stacklevel=1,
-            )
+    gemms = recipe.gemms
+    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
+    if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
+        raise ValueError(
+            "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul. "
+            "It takes one scale per tensor, the same in all products: DelayedScaling() or "
+            f"Float8CurrentScaling(); got the recipe {recipe!r}. Give this layer a recipe of its own, "
+            "or leave FP8 out of it."
+        )
+    if any(gemms.quantizers) and absent_gpu() is None:
+        warnings.warn(
+            "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
+            "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
+    out, params = found = _traced(lhs, rhs, *arguments)
 
-        def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
-                return _convolved(out.dtype, params, lhs, rhs)
+    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
+        # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))
+        dtype = out.dtype
+        if dtype != lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
+            dtype = sum_dtype_of(dtype, lhs.dtype)
+        wide = params | {"preferred_element_type": dtype}
+        with jax.named_scope(KEPT_WIDE if None in gemms.quantizers else CONVOLVED_WIDE):
+            y = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **wide)
+            return y.astype(out.dtype)
 
-        plan = FakeQuantized.of(convolve, lhs, rhs, gemms)
-        return run(plan, lhs, rhs, states=states)
-    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    x = _in_windows(lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])), windows)
-    # The elements of a window are in the order of the kernel: its spatial dimensions, then the features.
-    contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
-    dims = contract, ((), ())
-    keywords: Any = {"states": states, "recipe": recipe, "key": key}
-    y = fp8_dot_general(x, rhs, dims, precision, preferred_element_type, **keywords)
-    return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
+    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
 
 
 class Conv(Op):
@@ -147,7 +107,7 @@ class Conv(Op):
 
     name = "Fp8ConvGeneralDilatedOp"
     plain = staticmethod(lax.conv_general_dilated)
-    in_fp8 = staticmethod(fp8_conv_general_dilated)
+    plans: ClassVar[Plans] = {"direct": _wide_plan}
     primitive = "conv_general_dilated"
     params = (
         *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
@@ -163,13 +123,13 @@ class Conv(Op):
         padding: str | Sequence[tuple[int, int]],
         lhs_dilation: Sequence[int] | None = None,
         rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
+        dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
         feature_group_count: int = 1,
         batch_group_count: int = 1,
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> Float[jax.Array, "*output"]:
         """Convolves the operands in FP8, as ``lax.conv_general_dilated`` does in their own dtypes.
 
@@ -195,6 +155,17 @@ class Conv(Op):
         )
         return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
+    @classmethod
+    def in_fp8(cls, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        found = _traced(lhs, rhs, *arguments)
+        if (x := _in_windows(lhs, rhs, found)) is None:
+            return super().in_fp8(lhs, rhs, *arguments, **options)
+        _, rhs_spec, out_spec = found[1]["dimension_numbers"]
+        # The elements of a window are in the order of the kernel: spatial dimensions, then features.
+        contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
+        y = DotGeneral.in_fp8(x, rhs, (contract, ((), ())), *arguments[7:], **options)
+        return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
+
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, *arguments: Any) -> GemmSizes:
         # The shape of the result does not depend on the dtype.
@@ -205,5 +176,6 @@ class Conv(Op):
         return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
 
     @staticmethod
-    def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-        return _traced(lhs, rhs, *arguments)[2] is not None
+    def is_matmul(lhs: jax.Array, rhs: jax.Array, *arguments: object) -> bool:
+        windows = partial(_in_windows, found=_traced(lhs, rhs, *arguments))
+        return jax.eval_shape(windows, lhs, rhs) is not None

@@ -12,67 +12,17 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.axes import on_automatic_axes
+from fp8flax._core.flax_names import qdq_plan
 from fp8flax._core.gemm.dispatch import multiply
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape, canonical
-from fp8flax._core.ops.contract import STATELESS, Operand, States
-from fp8flax._core.ops.modes import FakeQuantized, check_operands, run, traced
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.contract import traced
+from fp8flax._core.ops.op import Op, Plans
 from fp8flax._core.ops.stored import StoredContraction
-from fp8flax._core.qtensor import STATIC, Dims
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.qtensor import STATIC
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def dot_general_with_precision(
-    lhs: Float[jax.Array, "*lhs"],
-    rhs: Float[jax.Array, "*rhs"],
-    dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-) -> Float[jax.Array, "*output"]:
-    """Computes ``lax.dot_general`` with fast accumulation forward and exact accumulation in both gradients.
-
-    Args:
-        lhs: left operand, any shape.
-        rhs: right operand, any shape.
-        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None takes ``DEFAULT`` forward and ``HIGHEST`` backward. Another value is used for all
-            three GEMMs.
-        preferred_element_type: dtype of the result, or None for the dtype of the operands.
-
-    Returns:
-        The product, shaped like that of ``lax.dot_general``.
-
-    Raises:
-        TypeError: the operands do not fit the dimension numbers.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> fp8.dot_general_with_precision(jnp.ones((2, 3)), jnp.ones((3,)), (((1,), (0,)), ((), ())))
-        Array([3., 3.], dtype=float32)
-
-    Source: ``flax.linen.fp8_ops.dot_general_with_precision``, which ignores the last two arguments.
-    """
-    precision = lax.Precision.DEFAULT if precision is None else precision
-    return lax.dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
-    )
-
-
-@dot_general_with_precision.defjvp
-def _dot_general_with_precision_jvp(
-    dims: DimensionNumbers, precision: Any, dtype: Any, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
-    out = dot_general_with_precision(lhs, rhs, dims, precision, dtype)
-    precision = lax.Precision.HIGHEST if precision is None else precision
-    dot = partial(
-        lax.dot_general, dimension_numbers=dims, precision=precision, preferred_element_type=dtype
-    )
-    return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
+from fp8flax._core.types import OutSharding
 
 
 @jax.tree_util.register_dataclass
@@ -84,19 +34,8 @@ class DotContraction(StoredContraction):
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of each tensor, by its role."""
         blocks = {n for q in self.recipe.quantizers if q and q.block for n in q.block}
         return canonical(self.lhs.shape, self.rhs.shape, self.dimension_numbers, sorted(blocks))
-
-    @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
-        return {role: layout.dims for role, layout in self.layouts.items()}
-
-    def canonical(self, role: str, x: jax.Array) -> jax.Array:
-        return self.layouts[role].to(x)
-
-    def original(self, role: str, x: jax.Array) -> jax.Array:
-        return self.layouts[role].back(x)
 
     def product(self, name: str, is_stored: bool = False) -> Callable[..., jax.Array]:
         gemm, order = self.gemm(name), self.layouts["kernel"].order
@@ -105,76 +44,25 @@ class DotContraction(StoredContraction):
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         dims, precision = self.dimension_numbers, self.precision
-        return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out_dtype)
+        return lax.dot_general(lhs, rhs, dims, precision, preferred_element_type=self.out.dtype)
 
 
 def dot_plan(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: CustomRecipe,
-    out_sharding: Any = None,
-    key: Any = None,
+    recipe: Recipe,
+    out_sharding: OutSharding = None,
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
     arguments = dimension_numbers, precision, preferred_element_type
     dot = partial(lax.dot_general, out_sharding=out_sharding)
-    out, params = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
-    return DotContraction(
-        recipe=recipe,
-        lhs=Operand.of(lhs),
-        rhs=Operand.of(rhs),
-        out_dtype=out.dtype,
-        out_sharding=out.sharding,
-        precision=None if precision is None else params["precision"],
-        dimension_numbers=params["dimension_numbers"],
-        key=key,
-    )
-
-
-def _qdq_plan(
-    lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: CustomRecipe, out_sharding: Any
-) -> FakeQuantized:
-    """Returns the plan of a matmul in the quantize-dequantize form."""
-    if not {*recipe.quantizers} <= {*recipe.delayed.values()}:
-        raise ValueError(
-            f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
-            "the op this recipe, or leave form='qdq' out."
-        )
-
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return dot_general_with_precision(lhs, rhs, *arguments)
-
-    on_axes = product if out_sharding is None else on_automatic_axes(product, lhs, out_sharding)
-    return FakeQuantized.of(on_axes, lhs, rhs, recipe)
-
-
-def fp8_dot_general(
-    lhs: Float[jax.Array, "*input"],
-    rhs: Any,
-    dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    states: States = STATELESS,
-    recipe: Recipe,
-    form: str = "direct",
-    input_scale: jax.Array | None = None,
-    key: Any = None,
-    out_sharding: Any = None,
-) -> Float[jax.Array, "*output"]:
-    """Computes ``DotGeneral`` in FP8; ``modes.run`` explains the last arguments.
-
-    The kernel ``rhs`` is an array, or a ``QTensor`` from ``stored.packed_kernel``.
-    """
-    lhs, rhs, wide = check_operands(lhs, rhs, preferred_element_type)
-    arguments = dimension_numbers, precision, preferred_element_type
-    make_plan = partial(dot_plan, key=key) if form == "direct" else _qdq_plan
-    plan = make_plan(lhs, wide, *arguments, recipe=recipe.gemms, out_sharding=out_sharding)
-    return run(plan, lhs, rhs, states=states, input_scale=input_scale)
+    found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
+    dims = found[1]["dimension_numbers"]
+    return DotContraction.of(lhs, rhs, found, precision=precision, recipe=recipe, dimension_numbers=dims)
 
 
 class DotGeneral(Op):
@@ -182,9 +70,8 @@ class DotGeneral(Op):
 
     name = "Fp8DotGeneralOp"
     plain = staticmethod(lax.dot_general)
-    in_fp8 = staticmethod(fp8_dot_general)
-    plan = staticmethod(dot_plan)
-    has_form = True
+    plans: ClassVar[Plans] = {"direct": dot_plan, "qdq": qdq_plan}
+    stores_kernel = True
     primitive: ClassVar[str | None] = "dot_general"
     params = ("dimension_numbers", "precision", "preferred_element_type")
     nnx_field = "dot_general"
@@ -197,7 +84,7 @@ class DotGeneral(Op):
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> Float[jax.Array, "*output"]:
         """Multiplies the operands in FP8, as ``lax.dot_general`` does in their own dtypes.
 
@@ -216,19 +103,19 @@ class DotGeneral(Op):
         return self._run(lhs, rhs, *arguments, out_sharding=out_sharding)
 
     @staticmethod
-    def sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmSizes:
+    def sizes(lhs: Shape, rhs: Shape, dimension_numbers: DimensionNumbers, *rest: object) -> GemmSizes:
         (lhs_contract, _), (lhs_batch, _) = dimension_numbers
-        batch, k = (math.prod(lhs[i] for i in dims) for dims in (lhs_batch, lhs_contract))
+        batch, k = (math.prod(lhs[i] for i in axes) for axes in (lhs_batch, lhs_contract))
         m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
         return GemmSizes(batch, m, k, n)
 
     @staticmethod
     def swapped(
-        lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
-    ) -> tuple[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        lhs: jax.Array, rhs: jax.Array, dims: DimensionNumbers, precision: object, *rest: object
+    ) -> tuple[tuple[object, ...], Callable[[jax.Array], jax.Array]]:
         if isinstance(precision, tuple):  # one precision for each operand
             precision = precision[::-1]
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
 
         def restore(out: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from fp8flax._core.names import SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.shapes import Float
+from fp8flax._core.types import OutSharding
 
 
 class Einsum(DotGeneral):
@@ -34,7 +35,7 @@ class Einsum(DotGeneral):
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: OutSharding = None,
     ) -> Float[jax.Array, "*output"]:
         """Contracts the operands in FP8, as ``jnp.einsum`` does in their own dtypes.
 
@@ -88,7 +89,7 @@ class Einsum(DotGeneral):
         return lax.transpose(out, permutation)
 
 
-def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:
+def _before(sharding: NamedSharding | PartitionSpec, permutation: tuple[int, ...]) -> OutSharding:
     """Returns the sharding of ``x``, given the sharding of ``lax.transpose(x, permutation)``."""
     is_spec = isinstance(sharding, PartitionSpec)
     spec = sharding if is_spec else sharding.spec

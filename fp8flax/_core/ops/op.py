@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.axes import on_automatic_axes
+from fp8flax._core.gemm.dispatch import warn_if_emulated
 from fp8flax._core.gemm.gemm import GemmSizes
-from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
-from fp8flax._core.observe import in_op
+from fp8flax._core.names import KEPT_WIDE, SWITCHED_OFF, state_leaf_names
+from fp8flax._core.observe import in_op, is_calibrating, mode
 from fp8flax._core.ops.canonical import Shape
-from fp8flax._core.ops.contract import Contraction, States
+from fp8flax._core.ops.contract import STATELESS, Contraction, Scales, States, contract
+from fp8flax._core.ops.modes import observed
 from fp8flax._core.options import check_choice
+from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import ScalingState, check_state_dtype
+from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
 
-FORMS = ("direct", "qdq")
-"""The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
-quantize-dequantize around GEMMs of wide operands."""
+Form: TypeAlias = Literal["direct", "qdq"]
+"""How an FP8 matmul is written: GEMMs of codes, or GEMMs of wide operands between quantize-dequantize."""
+
+Plans: TypeAlias = Mapping[str, Callable[..., Contraction]]
+"""``plan(lhs, rhs, *arguments, recipe=)`` returns how an op computes in FP8 under a recipe.
+
+The key is the option ``form`` of the op; an op that does not have the option has the plan "direct"."""
 
 
 class Op:
@@ -41,18 +51,12 @@ class Op:
     """The name of the class of the op, in Linen and in NNX."""
     plain: ClassVar[Callable[..., jax.Array]]
     """``plain(lhs, rhs, *arguments)`` computes the op without FP8."""
-    in_fp8: ClassVar[Callable[..., jax.Array]]
-    """``in_fp8(lhs, rhs, *arguments, states=, recipe=)`` computes the op in FP8.
-
-    See ``modes.run``. It also takes a random ``key=`` if the recipe ``is_random``, ``form=`` if the op
-    ``has_form``, and a stored kernel as ``rhs`` if the op has a ``plan``."""
+    plans: ClassVar[Plans]
+    """How the op computes in FP8."""
+    stores_kernel: ClassVar[bool] = False
+    """Whether a frozen model stores the codes of the kernel. Then "direct" has a ``StoredContraction``."""
     sizes: ClassVar[Callable[..., GemmSizes]]
     """``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the matmuls."""
-    plan: ClassVar[Callable[..., Contraction] | None] = None
-    """``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op, for a ``CustomRecipe``. A frozen
-    model stores the FP8 codes of its kernel. The kernel of an op without a plan stays wide there."""
-    has_form: ClassVar[bool] = False
-    """Whether the op has the option ``form``, see ``Fp8DotGeneralOp``."""
     primitive: ClassVar[str | None] = None
     """The JAX primitive that a converted model computes by this op."""
     params: ClassVar[tuple[str, ...]] = ()
@@ -71,9 +75,50 @@ class Op:
     """``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op."""
 
     @classmethod
-    def arguments(cls, params: Mapping[str, Any]) -> tuple[Any, ...]:
+    def arguments(cls, params: Mapping[str, object]) -> tuple[object, ...]:
         """Returns the arguments of the op from the parameters of the primitive."""
         return tuple(params[name] for name in cls.params)
+
+    @classmethod
+    def in_fp8(
+        cls,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *arguments: object,
+        recipe: Recipe,
+        form: Form = "direct",
+        states: States = STATELESS,
+        key: jax.Array | None = None,
+        **keywords: object,
+    ) -> jax.Array:
+        """Returns the result of the op in FP8, in the ambient ``mode``; see ``plans``.
+
+        ``states`` are the scaling states of the roles with delayed scaling. ``key`` is a random key, if the
+        recipe ``is_random``.
+        """
+        plan = cls.plans[form](lhs, rhs, *arguments, recipe=recipe, **keywords)
+        gemms = plan.recipe
+        if key is not None:
+            plan = dataclasses.replace(plan, key=key)
+
+        def on_axes(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+            return partial(on_automatic_axes(f, lhs, plan.out.sharding), plan)
+
+        wide, compute = on_axes(type(plan).wide), on_axes(plan.function)
+        if not any(gemms.quantizers):
+            with jax.named_scope(KEPT_WIDE):
+                return wide(lhs, rhs)
+        scales: Scales = {}
+        if states:
+            found = step_scales([gemms.delayed[role] for role in states], list(states.values()))
+            scales = dict(zip(states, found))
+        if is_calibrating():
+            compute = lambda operands, _: wide(*operands)  # noqa: E731
+        elif plan.function is contract:
+            warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
+        if mode.value is None:
+            return compute((lhs, rhs), scales)
+        return observed(plan, compute, (lhs, rhs), states, scales)
 
 
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -106,7 +151,7 @@ def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @partial(_checked.defjvp, symbolic_zeros=True)
-def _checked_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     _, kernel, scale = (isinstance(tangent, SymbolicZero) for tangent in tangents)
     if scale and not kernel:
         warnings.warn(
@@ -130,10 +175,10 @@ class OpBase:
     has_kernel: bool = True
     """Whether ``rhs`` is a kernel, and not an activation."""
     recipe: Recipe | None
-    form: str = "direct"
-    """The form of the op; a field of the ops whose row ``has_form``."""
+    form: Form = "direct"
+    """Which of the ``plans`` of its row the op runs; a field of the ops that have several."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuses operands, which a layer passes if it gets the class in the place of an op."""
         if any(isinstance(x, jax.Array) for x in args):
             raise TypeError(
@@ -151,7 +196,7 @@ class OpBase:
         """Returns the path of the op in the model, under which ``statistics`` shows the op."""
         raise NotImplementedError
 
-    def _key(self) -> Any:
+    def _key(self) -> jax.Array | None:
         """Returns a new random key for stochastic rounding; None if the user gave none."""
         raise NotImplementedError
 
@@ -159,7 +204,7 @@ class OpBase:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
             check_recipe(self.recipe)
-        check_choice("form", self.form, FORMS if self.row.has_form else FORMS[:1])
+        check_choice("form", self.form, tuple(self.row.plans))
 
     def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
@@ -176,20 +221,19 @@ class OpBase:
         return partial(self._compute, self._recipe_in_use())
 
     def _compute(
-        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
+        self, recipe: Recipe | None, lhs: ArrayLike, rhs: ArrayLike, *arguments: object, **keywords: Any
     ) -> jax.Array:
         """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
-        if self.row.has_form:
-            keywords["form"] = self.form
         states = self._states(recipe, jnp.shape(rhs))
-        keywords |= {"states": states, "recipe": recipe}
-        if recipe.gemms.is_random:
-            keywords["key"] = self._key()
+        lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+        key = self._key() if recipe.gemms.is_random else None
         with in_op(self._place):
-            out = self.row.in_fp8(lhs, rhs, *arguments, **keywords)
+            out = self.row.in_fp8(
+                *(lhs, rhs, *arguments), recipe=recipe, form=self.form, states=states, key=key, **keywords
+            )
         for state in states.values():
             # A state that merges by maximum has entered a gradient, see ``state.tree``.
             if self.has_kernel and not (is_max_dtype(state.scale) or line_search.value):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from fp8flax._core.formats import E2M1
 from fp8flax._core.gemm.dispatch import multiply_ragged
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.gemm.ragged import ends_of_groups
+from fp8flax._core.names import ROLES
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape
-from fp8flax._core.ops.contract import STATELESS, Operand, States
-from fp8flax._core.ops.modes import check_operands, run, traced
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.contract import traced
+from fp8flax._core.ops.op import Op, Plans
 from fp8flax._core.ops.stored import StoredContraction
 from fp8flax._core.qtensor import STATIC, Dims
-from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.shapes import Float, Integer
 
@@ -49,13 +49,10 @@ class RaggedContraction(StoredContraction):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        return {"kernel": Layout(self.rhs.shape, (0, 1, 2), self.rhs.shape)}
-
-    @property
-    def dims(self) -> dict[str, tuple[Dims, ...]]:
         rows = Dims(2, (1,)), Dims(2, (0,))
         kernel = Dims(3, (1,), 1, is_stack=True), Dims(3, (2,), 1, is_stack=True)
-        return {"input": rows, "kernel": kernel, "output_grad": rows}
+        tensors = zip((self.lhs, self.rhs, self.out), (rows, kernel, rows))
+        return {role: Layout.of(x.shape, dims) for role, (x, dims) in zip(ROLES, tensors)}
 
     def canonical(self, role: str, x: jax.Array) -> jax.Array:
         """Returns input or output gradient with rows of no expert set to zero."""
@@ -80,20 +77,28 @@ class RaggedContraction(StoredContraction):
         return partial(multiply_ragged, gemm, group_sizes=self.group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.ragged_dot(lhs, rhs, self.group_sizes, self.precision, self.out_dtype)
+        return lax.ragged_dot(lhs, rhs, self.group_sizes, self.precision, self.out.dtype)
 
 
 def ragged_plan(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    group_sizes: Integer[jax.Array, " experts"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: CustomRecipe,
+    recipe: Recipe,
 ) -> RaggedContraction:
-    """Returns the plan of a ragged dot of operands, or of their shapes and dtypes."""
-    if any(quantizer and quantizer.dtype == E2M1 for quantizer in recipe.quantizers):
+    """Returns the plan of a ragged dot of operands, or of their shapes and dtypes.
+
+    In wgrad, a block of 128 rows with one scale may hold rows of several experts.
+    """
+    if explicit_axes(lhs) or explicit_axes(rhs):
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
+    if any(quantizer and quantizer.dtype == E2M1 for quantizer in recipe.gemms.quantizers):
         raise ValueError(
             "The FP8 ragged dot does not multiply in NVFP4. Give this layer a recipe of its own, such as "
             f"MXFP8BlockScaling(); got {recipe!r}."
@@ -104,46 +109,10 @@ def ragged_plan(
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    out, params = traced(
-        lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type),
-        *(lhs, rhs, group_sizes),
-    )
-    return RaggedContraction(
-        recipe=recipe,
-        lhs=Operand.of(lhs),
-        rhs=Operand.of(rhs),
-        out_dtype=out.dtype,
-        precision=None if precision is None else params["precision"],
-        group_sizes=group_sizes,
-    )
-
-
-def fp8_ragged_dot(
-    lhs: Float[jax.Array, "rows depth"],
-    rhs: Any,
-    group_sizes: Integer[jax.Array, " experts"],
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    states: States = STATELESS,
-    recipe: Recipe,
-    input_scale: jax.Array | None = None,
-    key: Any = None,
-) -> Float[jax.Array, "rows columns"]:
-    """Computes ``RaggedDot`` in FP8; ``modes.run`` explains the last arguments.
-
-    The kernels ``rhs`` are an array ``(experts, depth, columns)``, or a ``QTensor`` from
-    ``stored.packed_kernel``. In wgrad, a block of 128 rows with one scale may hold rows of several experts.
-    """
-    lhs, rhs, wide = check_operands(lhs, rhs, preferred_element_type)
-    if any(map(explicit_axes, jax.tree.leaves((lhs, rhs)))):
-        raise NotImplementedError(
-            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
-            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
-        )
-    arguments = jnp.asarray(group_sizes), precision, preferred_element_type
-    plan = ragged_plan(lhs, wide, *arguments, recipe=recipe.gemms)
-    return run(plan, lhs, rhs, states=states, input_scale=input_scale)
+    dot = lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type)  # noqa: E731
+    found = traced(dot, lhs, rhs, group_sizes)
+    options = {"precision": precision, "recipe": recipe, "group_sizes": group_sizes}
+    return RaggedContraction.of(lhs, rhs, found, **options)
 
 
 class RaggedDot(Op):
@@ -151,8 +120,8 @@ class RaggedDot(Op):
 
     name = "Fp8RaggedDotOp"
     plain = staticmethod(lax.ragged_dot)
-    in_fp8 = staticmethod(fp8_ragged_dot)
-    plan = staticmethod(ragged_plan)
+    plans: ClassVar[Plans] = {"direct": ragged_plan}
+    stores_kernel = True
     primitive = "ragged_dot_general"
     params = ("precision", "preferred_element_type")
     nnx_field = "ragged_dot"
@@ -175,10 +144,10 @@ class RaggedDot(Op):
             precision: as for ``Fp8DotGeneralOp``.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
-        return self._run(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return self._run(lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type)
 
     @staticmethod
-    def sizes(lhs: Shape, rhs: Shape, *_: Any) -> GemmSizes:
+    def sizes(lhs: Shape, rhs: Shape, *_: object) -> GemmSizes:
         return GemmSizes(math.prod(lhs[:-2]), lhs[-2], *rhs[-2:])
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.formats import E2M1
+from fp8flax._core.gemm.dispatch import warn_if_emulated
+from fp8flax._core.names import FORWARD, KEPT_WIDE
 from fp8flax._core.ops.canonical import DimensionNumbers, Layout
-from fp8flax._core.ops.contract import Contraction
+from fp8flax._core.ops.contract import Contraction, Scales, quantized_once
+from fp8flax._core.ops.op import Op
 from fp8flax._core.qtensor import QTensor, Quantizer
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.recipes import CustomRecipe
 
 
 class StoredContraction(Contraction):
@@ -23,12 +28,7 @@ class StoredContraction(Contraction):
     dimension_numbers: DimensionNumbers
     """What the forward product sums over, and its batch dimensions. Subclasses have it as a field."""
 
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """Returns the layout of the kernel, and perhaps of other tensors, by their roles."""
-        raise NotImplementedError
-
-    def stored(self, kernel: jax.Array, scale: Any) -> QTensor:
+    def stored(self, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
         """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
         The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
@@ -48,7 +48,7 @@ class StoredContraction(Contraction):
         return QTensor(self.original("kernel", q.codes), scale, quantizer, tensor_scale=q.tensor_scale)
 
     def restored(self, kernel: QTensor) -> QTensor:
-        """Returns a stored kernel in canonical form."""
+        """Returns a stored kernel as the products take it."""
         scale, quantizer = kernel.scale, kernel.quantizer
         # Codes in another dtype would give the same values, and run wide.
         assert kernel.codes.dtype == quantizer.dtype
@@ -75,7 +75,7 @@ class StoredContraction(Contraction):
         return Layout(shape, kernel.order, (*batch, 1, *kernel.canonical[depth + 1 :]))
 
 
-def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
+def packed_kernel(plan: StoredContraction, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
     sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
@@ -83,3 +83,44 @@ def packed_kernel(plan: Any, kernel: jax.Array, scale: Any) -> QTensor:
     of_tensor = replicated if quantizer.dtype == E2M1 else None
     out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
     return on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
+
+
+def frozen(
+    op: type[Op],
+    lhs: jax.Array,
+    kernel: QTensor,
+    *arguments: object,
+    recipe: CustomRecipe,
+    input_scale: jax.Array | None,
+    **keywords: object,
+) -> jax.Array:
+    """Returns the result of an op that ``stores_kernel``, for a kernel from ``packed_kernel``.
+
+    ``input_scale`` is the delayed scale of the input, if the recipe has one. Gradients stay wide.
+    """
+    lhs = as_float_array(lhs, "lhs")
+    wide = jax.ShapeDtypeStruct(kernel.shape, lhs.dtype)
+    plan = cast(StoredContraction, op.plans["direct"](lhs, wide, *arguments, recipe=recipe, **keywords))
+    warn_if_emulated(recipe.forward)
+    scales = {} if input_scale is None else {"input": input_scale}
+    return on_automatic_axes(_frozen, lhs, plan.out.sharding)(plan, lhs, kernel, scales)
+
+
+# With straight-through quantization q, the derivative of q(x) . q(w) in the direction dx is dx . q(w).
+# Tangents and cotangents have no scales, so they stay wide. Codes are not differentiated.
+@jax.custom_jvp
+@jax.jit
+def _frozen(plan: StoredContraction, lhs: jax.Array, kernel: QTensor, scales: Scales) -> jax.Array:
+    """Returns the forward product of an input and the kernel of a frozen model."""
+    x, w = quantized_once(plan, "input", lhs, scales), plan.restored(kernel)
+    with jax.named_scope(FORWARD):
+        return plan.original("output_grad", plan.product(FORWARD, is_stored=True)(x, w))
+
+
+@_frozen.defjvp
+def _frozen_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of ``_frozen`` and its tangent."""
+    (plan, _, kernel, _), (_, dx, *_) = primals, tangents
+    w = plan.original("kernel", plan.restored(kernel).dequantize(plan.rhs.dtype))
+    with jax.named_scope(KEPT_WIDE):
+        return _frozen(*primals), plan.wide(dx, w)

@@ -12,7 +12,6 @@ from fp8flax._audit import compiling
 from fp8flax._core.gemm import dispatch, hopper
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import Dims
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
@@ -20,6 +19,7 @@ from tests.cases import (
     MATMUL,
     data,
     error_of_product,
+    fp8_dot_general,
     struct,
     three_products,
     tiled_gemm_in_jax,

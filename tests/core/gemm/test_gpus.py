@@ -10,8 +10,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gpus import GPUS, compiling_for, compute_capability, compute_capability_of
-from fp8flax._core.ops.dot_general import fp8_dot_general
-from tests.cases import MATMUL
+from tests.cases import MATMUL, fp8_dot_general
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._core.gemm import dispatch, hopper, ragged
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.qtensor import Dims
 from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference
 
@@ -161,7 +161,7 @@ def test_ragged_dots_on_hopper_step_by_step(monkeypatch):
 def test_which_gpus_have_the_kernel(blocks):
     """Hopper, of operands of one dtype. For one GPU, and for several."""
     recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
-    f = partial(fp8_ragged_dot, recipe=recipe)
+    f = partial(RaggedDot.in_fp8, recipe=recipe)
     x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
 
     def step(x, w):

@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.ops.conv import Conv
-from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.ops.op import calling
 from fp8flax._core.state.state import ScalingState
 from tests import reference
-from tests.cases import OWG, cells, error_of_product, mesh, struct, variables_of
+from tests.cases import OWG, cells, error_of_product, fp8_dot_general, mesh, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -283,7 +282,7 @@ def test_arguments_are_honoured_or_refused():
         ]
         assert shapes[0] == shapes[1]
     with pytest.raises(TypeError, match="lhs"):
-        convolve(x.astype(np.int32), w)
+        convolution_of(c, partial(OP(recipe=fp8.Float8CurrentScaling()).apply, {}))(x.astype(np.int32), w)
 
 
 @pytest.mark.filterwarnings("always")

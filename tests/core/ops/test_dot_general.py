@@ -11,13 +11,13 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.ops.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests.cases import (
     CONTRACTIONS,
     MATMUL,
     OWG,
     Block,
+    fp8_dot_general,
     kept,
     name_of,
     states_of,

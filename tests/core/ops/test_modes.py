@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.ops.dot_general import dot_plan, fp8_dot_general
-from fp8flax._core.ops.stored import packed_kernel
+from fp8flax._core.ops.dot_general import DotGeneral, dot_plan
+from fp8flax._core.ops.stored import frozen, packed_kernel
 from tests import reference
 from tests.cases import MATMUL, mesh, normal
 
@@ -44,7 +44,8 @@ def test_the_derivative_of_a_frozen_product():
 
     @jax.jit
     def derivatives(x, dx, kernel):
-        dot = lambda x: fp8_dot_general(x, kernel, MATMUL, recipe=recipe, input_scale=jnp.ones(1))  # noqa: E731
+        keywords = {"recipe": recipe.gemms, "input_scale": jnp.ones(1)}
+        dot = lambda x: frozen(DotGeneral, x, kernel, MATMUL, **keywords)  # noqa: E731
         return jax.jvp(dot, (x,), (dx,)), jax.grad(lambda x: jnp.sum(dot(x)))(x)
 
     (out, tangent), grad = derivatives(x, dx, kernel)

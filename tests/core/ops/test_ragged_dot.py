@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import dispatch, ragged
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._core.ops.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ops.ragged_dot import RaggedDot
 from tests import reference
 from tests.cases import OWG, mesh, name_of, struct, with_reference
 from tests.gpus import run_branch_for_gpus
@@ -268,7 +268,7 @@ def test_no_row():
 def call(x=None, w=None, sizes=(5, 0, 6)):
     x, w = (default if given is None else given for given, default in zip((x, w), small()))
     recipe = fp8.Float8CurrentScaling()
-    return fp8_ragged_dot(x, w, jnp.asarray(sizes), recipe=recipe)
+    return RaggedDot.in_fp8(x, w, jnp.asarray(sizes), recipe=recipe)
 
 
 @pytest.mark.parametrize(
