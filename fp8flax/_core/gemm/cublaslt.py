@@ -1,4 +1,4 @@
-"""Multiplies codes with scales per tensor or slice: by cublasLt, or by a GPU kernel that XLA chooses."""
+"""Multiplies codes with scales per tensor or slice: asks XLA for cublasLt, where cublasLt takes them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _fits_cublaslt(gemm: Gemm, a: QTensor, b: QTensor) -> bool:
 
 
 def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
-    """Multiplies codes by cublasLt, if it takes them.
+    """Multiplies codes, by cublasLt if it takes them.
 
     cublasLt applies a single scalar to the result: the product of two scalar scales. This product must lie
     in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose sum
@@ -81,7 +81,7 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
     of the two amaxes is then below 3.1e-31 for a gradient (e5m2) and below 2.4e-33 for a forward result.
     More exact results would cost a pass over the result.
     """
-    if not _fits_cublaslt(gemm, a, b):  # XLA fuses the product with the scales into a kernel of its own
+    if not _fits_cublaslt(gemm, a, b):  # XLA makes a GPU kernel, and fuses the scales into it
         codes, precision = (row_major(a.codes), row_major(b.codes)), lax.Precision.DEFAULT
         out = lax.dot_general(*codes, gemm.dimension_numbers, precision, preferred_element_type=jnp.float32)
         return scaled(gemm, out, a, b)

@@ -1,4 +1,4 @@
-"""The table of known GPUs, the GPU that a program is compiled for, and what it multiplies in FP8."""
+"""The table of known GPUs, and the GPU that a program is compiled for."""
 
 from __future__ import annotations
 

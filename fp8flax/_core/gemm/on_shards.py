@@ -33,15 +33,13 @@ class NamedDims(NamedTuple):
     """Whether the way in which XLA has split this array decides how devices split the dimensions."""
 
 
+Function: TypeAlias = Callable[..., PyTree]
 Named: TypeAlias = Sequence[tuple[NamedDims, jax.ShapeDtypeStruct]]
 
 
 def on_shards(
-    kernel: Callable[..., PyTree],
-    operands: Sequence[NamedDims],
-    results: Sequence[NamedDims],
-    scope: str = "",
-) -> Callable[..., PyTree]:
+    kernel: Function, operands: Sequence[NamedDims], results: Sequence[NamedDims], scope: str = ""
+) -> Function:
     """Returns ``kernel`` for tensors that devices may split: each device computes its part.
 
     The names of dimensions say what corresponds, as letters do in einsum::
@@ -52,8 +50,8 @@ def on_shards(
     * Devices that split ``m`` or ``n`` compute parts of the result.
     * Devices that split ``k``, which the result lacks, sum their results, in the dtype of the results.
     * ``NamedDims((None, "n"))``: no device splits the first dimension, such as the experts of kernels.
-    * ``NamedDims(("m",), decides=False)``: an array of the index of each row is split as the rows are,
-      however XLA has split it. The scales of a ``QTensor`` are split so, too, as its codes are.
+    * ``NamedDims(("m",), decides=False)``: the array is split as other arrays split ``m``, however XLA has
+      split it: the index of each row, or the scales of a ``QTensor`` (``on_shards`` names them itself).
 
     A mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
     dimension; one that operands and results split alike; one that operands split; one that results split.
@@ -93,9 +91,7 @@ def on_shards(
     return run
 
 
-def on_devices(
-    f: Callable[..., PyTree], operands: Sequence[NamedDims], results: Sequence[NamedDims]
-) -> Callable[..., PyTree]:
+def on_devices(f: Function, operands: Sequence[NamedDims], results: Sequence[NamedDims]) -> Function:
     """Returns ``f``, a function of arrays, ``on_shards``: each GPU computes its part.
 
     XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it is ``jax.vmap`` of
@@ -131,9 +127,7 @@ def _dims_of_leaves(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Has
     return [NamedDims(names), NamedDims(of_scale, decides=False)]
 
 
-def _split(
-    kernel: Callable[..., list[jax.Array]], operands: list[NamedDims], results: list[NamedDims]
-) -> Callable[..., list[jax.Array]]:
+def _split(kernel: Function, operands: list[NamedDims], results: list[NamedDims]) -> Function:
     """Returns ``kernel``, a function of arrays with these names, in ``custom_partitioning``."""
     names = list(
         dict.fromkeys(name for dims in (*operands, *results) for name in dims.names if name is not None)
