@@ -65,8 +65,8 @@ class _MaxDtypeRules:
         return handler.wrap(lambda array: MaxArray(aval, array))
 
 
-class _DigestRules(_MaxDtypeRules):
-    """The rules of a digest. Its ``astype``, which would return all floats of an element, is an error."""
+class _MetaRules(_MaxDtypeRules):
+    """The rules of ``fp8_meta``, whose ``astype`` is an error: it would return all floats of an element."""
 
     allow_conversion: bool = False
 
@@ -92,7 +92,7 @@ class MaxDtype(dtypes.ExtendedDType):
 
     @property
     def _rules(self) -> Any:
-        return _DigestRules if self.element_shape else _MaxDtypeRules
+        return _MetaRules if self.element_shape else _MaxDtypeRules
 
     @property
     def itemsize(self) -> int:
@@ -121,7 +121,7 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
 # Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer. The package does
-# not use JAX's own casts: their transposes fail, and ``_DigestRules`` does not allow them.
+# not use JAX's own casts: their transposes fail, and ``_MetaRules`` does not allow them.
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
 
@@ -174,47 +174,42 @@ Example:
 """
 
 
-digest_dtype = MaxDtype((3,))
-"""The dtype of a digest, which takes the place of a scale during a step (see ``state.state``).
+fp8_meta = MaxDtype((3,))
+"""The dtype of the array that takes the place of a scale inside of a gradient (see ``state.state``).
 
 Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
 maximum."""
 
 
 def is_max_dtype(x: Any) -> bool:
-    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``digest_dtype``."""
+    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``fp8_meta``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def from_max_dtype(x: Any) -> Any:
-    """Casts an ``fp32_max_grad`` array to float32, without a gradient; returns other values unchanged.
+    """Casts an array of a ``MaxDtype`` to float32, without a gradient; returns other values unchanged.
 
-    For a digest it returns the scale, which is the first of its numbers.
+    For ``fp8_meta`` it returns the scale, which is the first of its numbers.
     """
-    if is_digest(x):
-        return digested(x, 1)[0]
-    return lax.stop_gradient(to_floats(x)) if is_max_dtype(x) else x
+    if not is_max_dtype(x):
+        return x
+    return unpack_meta(x, 1)[0] if x.dtype == fp8_meta else lax.stop_gradient(to_floats(x))
 
 
-def is_digest(x: Any) -> bool:
-    """Returns whether ``x`` is an array (or tracer) of ``digest_dtype``."""
-    return getattr(x, "dtype", None) == digest_dtype
-
-
-def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest from its three numbers: float32 arrays of its shape."""
+def pack_meta(*numbers: jax.Array) -> jax.Array:
+    """Returns an array of ``fp8_meta`` from its three numbers: float32 arrays of its shape."""
     ndim = numbers[0].ndim
     if ndim < 2:
-        return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
-    # Digests of stacked layers: a GPU kernel can make several by selects, but only one by a stack.
+        return of_floats(fp8_meta, jnp.stack(numbers, axis=-1))
+    # For stacked layers, a GPU kernel can make several arrays by selects, but only one by a stack.
     cases = [jnp.broadcast_to(x[..., None], (*x.shape, len(numbers))) for x in numbers]
     aval = jax.typeof(cases[0])
     place = lax.broadcasted_iota(np.int32, aval.shape, ndim, out_sharding=aval.sharding)
-    return of_floats(digest_dtype, lax.select_n(place, *cases))
+    return of_floats(fp8_meta, lax.select_n(place, *cases))
 
 
-def digested(x: jax.Array, num: int = 3) -> list[jax.Array]:
-    """Returns the first ``num`` numbers of a digest, see ``to_digest``, without a gradient."""
+def unpack_meta(x: jax.Array, num: int = 3) -> list[jax.Array]:
+    """Returns the first ``num`` numbers of an array of ``fp8_meta``, without a gradient."""
     numbers = lax.stop_gradient(to_floats(x))
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 

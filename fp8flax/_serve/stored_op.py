@@ -29,8 +29,8 @@ from fp8flax._core.ops.stored import as_stored, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
-from fp8flax._core.state.state import scale_of
-from fp8flax._core.state.tree import Places, flatten, path_names
+from fp8flax._core.state.state import step_scale
+from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
 from fp8flax._model.param_origin import MOVEMENTS, Origin
@@ -188,9 +188,8 @@ def _known_scales(
     seen: Mapping[Path, SeenOp], state: Any
 ) -> tuple[dict[Path, dict[str, jax.Array]], list[str]]:
     """Returns the delayed scales of each op, and the places of those that have seen no data."""
-    paths, leaves, _ = flatten(state)
-    places = Places.of(paths, leaves)
-    states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
+    tree = StateTree.of(state)
+    states = dict(zip((path_names(tree.paths[i]) for i, _ in tree.pairs), tree.states()))
     known, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
     for path, found in seen.items():
         gemm = found.gemms.forward
@@ -204,7 +203,7 @@ def _known_scales(
                     "needs the scales that training or fp8flax.calibrate left, or fresh ones from "
                     "fp8flax.add_fp8_state, or in NNX from a new op."
                 )
-            known[path][name] = scale_of(quantizer, states[place])[..., None]
+            known[path][name] = step_scale(quantizer, states[place])[..., None]
             history = states[place].amax_history
             if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
                 fresh.append("/".join(place))

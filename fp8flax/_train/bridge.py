@@ -17,7 +17,7 @@ from jax.tree_util import KeyPath
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.state import check_state_dtype, on_device
-from fp8flax._core.state.tree import Places, flatten, history_axis, path_str
+from fp8flax._core.state.tree import StateTree, history_axis, path_str
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
 
@@ -71,22 +71,22 @@ def add_fp8_state(
     advice = "It is kept. For new state call fp8flax.remove_fp8_state first, and then fp8flax.calibrate."
     warn_if_damaged(old_state, advice, stacklevel=3)
     old = dict(jax.tree_util.tree_leaves_with_path(flax.core.unfreeze(old_state)))
-    paths, leaves, treedef = flatten(flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT]))
+    found = StateTree.of(flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT]))
+    paths, leaves = found.paths, found.leaves
     if left_out := sorted({path_str(path[:-1]) for path in old.keys() - set(paths)}):
         warnings.warn(
             f"The model has no FP8 op for the scaling state {', '.join(left_out)}, so it is left out. To "
             "keep it, give the op the name that it has in the variables.",
             stacklevel=2,
         )
-    pairs = Places.of(paths, leaves).pairs
-    scales = {i for i, _ in pairs}
+    scales = {i for i, _ in found.pairs}
     # The longer of two histories has one axis alone along which it can hold past amaxes.
-    longer = {j: max(old.get(paths[j], leaves[j]), leaves[j], key=lambda x: x.size) for _, j in pairs}
-    axes = {j: history_axis(leaves[i], longer[j]) for i, j in pairs}
+    longer = {j: max(old.get(paths[j], leaves[j]), leaves[j], key=lambda x: x.size) for _, j in found.pairs}
+    axes = {j: history_axis(leaves[i], longer[j]) for i, j in found.pairs}
     for i, (path, leaf) in enumerate(zip(paths, leaves)):
         fresh = np.full(leaf.shape, i in scales, leaf.dtype)
         leaves[i] = _fit(path, old[path], leaf, axes.get(i)) if path in old else jax.device_put(fresh)
-    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: treedef.unflatten(leaves)})  # type: ignore[arg-type]
+    return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: found.treedef.unflatten(leaves)})  # type: ignore[arg-type]
 
 
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:

@@ -16,7 +16,7 @@ from fp8flax._core.observe import Observing, Report, collect
 from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
-from fp8flax._core.state.tree import Places, flatten, path_str
+from fp8flax._core.state.tree import StateTree
 
 
 def calibrate(
@@ -101,17 +101,15 @@ def _filled(
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
     state = {OVERWRITE_WITH_GRADIENT: collection} if collection else {}
-    paths, leaves, treedef = flatten(state)
-    places = Places.of(paths, leaves)
-    states = places.states(leaves)
+    found = StateTree.of(state)
+    states = found.states()
     # Each tensor has a number, in the place of its scale. An op reports the number with the amax.
     starts = np.cumsum([0, *(scale.size for scale, _ in states)])
     numbers = [i + np.arange(scale.size).reshape(scale.shape) for (scale, _), i in zip(states, starts)]
-    places.put(leaves, [s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
+    numbered = found.replaced([s._replace(scale=_put(n, s.scale)) for s, n in zip(states, numbers)])
     observing = Observing(calibrates=True, backward=backward)
-    reports = (collect(observing, run, treedef.unflatten(leaves), variables, batch) for batch in batches)
-    tensors = [path_str(paths[j]) for _, j in places.pairs]
-    amaxes, quantizers = _amaxes(reports, dict(zip(tensors, numbers)), starts[-1], backward)
+    reports = (collect(observing, run, numbered, variables, batch) for batch in batches)
+    amaxes, quantizers = _amaxes(reports, dict(zip(found.histories(), numbers)), starts[-1], backward)
     if not collection:  # an op that needs state has raised MissingStateError
         warnings.warn(
             "There is no scaling state, so nothing was calibrated. Recipes without delayed scaling need no "
@@ -121,8 +119,7 @@ def _filled(
     for k, (old, n) in enumerate(zip(states, numbers)):
         if quantizer := next((quantizers[m] for m in n.ravel().tolist() if m in quantizers), None):
             states[k] = calibrated_state(quantizer, old, _put(amaxes[n], old.scale))
-    places.put(leaves, states)
-    return treedef.unflatten(leaves)
+    return found.replaced(states)
 
 
 def _amaxes(

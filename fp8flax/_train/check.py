@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -16,7 +15,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable, push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
-from fp8flax._core.state.tree import Places, flatten, path_str
+from fp8flax._core.state.tree import StateTree
 
 _WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
@@ -41,13 +40,12 @@ def checked_next_state(old: Any, new: Any) -> Any:
             "The gradient of the scaling state has another structure than the state, or other shapes: "
             f"{new_shapes} instead of {shapes}. {_WHAT_TO_CALL}"
         )
-    paths, leaves, treedef = flatten(new)
-    places = Places.of(paths, leaves)
-    olds, news = (places.states(each) for each in (jax.tree.leaves(old), leaves))
+    found = StateTree.of(new)
+    olds, news = found.states(jax.tree.leaves(old)), found.states()
     fits_of_all = each_alike(_can_follow, olds, news)
     wrong = [
-        path_str(paths[j])
-        for (_, j), fits in zip(places.pairs, fits_of_all)
+        path
+        for path, fits in zip(found.histories(), fits_of_all)
         if not (_is_unknown(fits) or np.all(fits))
     ]
     if wrong:
@@ -56,8 +54,7 @@ def checked_next_state(old: Any, new: Any) -> Any:
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
             f"gradients, or belongs to other variables. {_WHAT_TO_CALL}"
         )
-    places.put(leaves, each_alike(_after, olds, news, fits_of_all, in_parts=True))
-    return treedef.unflatten(leaves)
+    return found.replaced(each_alike(_after, olds, news, fits_of_all, in_parts=True))
 
 
 def _is_unknown(x: Any) -> bool:
@@ -85,12 +82,17 @@ def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
     before, after = vary_alike(_normal(old.amax_history), _normal(kept.amax_history))
     moved = push_amax(after[..., 0], before)
     is_newest = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) == 0
-    is_history = (is_newest | (after == before) | (after == moved)).all(-1, keepdims=True)
+    is_next = is_newest | (after == before) | (after == moved)
+    # One maximum returns the largest amax, or an inf if a past amax is wrong.
+    largest = jnp.where(is_next, before, np.float32(np.inf)).max(-1, keepdims=True)
+    amaxes = lax.concatenate([largest, before[..., :1]], before.ndim - 1)
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
-    follows = _is_scale_of(kept.scale, before.max(-1, keepdims=True), before[..., :1])
+    fits = (kept.scale == old_scale) | _is_scale_of(kept.scale, amaxes)
     # A number that is not finite says that there was no gradient, no data, or a NaN or an Inf in the data.
     is_negative = [lax.is_finite(x) & (x < 0) for x in (new.scale, new.amax_history[..., :1])]
-    return is_history & ((kept.scale == old_scale) | follows) & ~(is_negative[0] | is_negative[1])
+    fits &= (largest < np.inf) & ~(is_negative[0] | is_negative[1])
+    # The last operation is a reduction, which XLA for CPUs does not copy into those that read the result.
+    return fits.any(-1, keepdims=True)
 
 
 def _normal(x: jax.Array) -> jax.Array:
@@ -98,20 +100,18 @@ def _normal(x: jax.Array) -> jax.Array:
     return jnp.where(is_usable(x), x, 0.0)
 
 
-def _is_scale_of(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
-    """Returns whether ``scale`` follows from one of ``amaxes``, for some FP8 dtype and margin.
+def _is_scale_of(scale: jax.Array, amax: jax.Array) -> jax.Array:
+    """Returns whether ``scale`` follows from ``amax``, for some FP8 dtype and margin.
 
     A scale is an amax divided by the largest value of an FP8 dtype, which is 1.75 or 1.875 times a power of
     two, and times a power of two, the margin. Or it is a power of two itself. A margin that would make it
     infinite makes it the largest number of float32.
     """
-    largest = np.array([1.75, 1.875], np.float32) / 2
     # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
-    mantissas = [_mantissa(amax / scale) for amax in amaxes]
-    follows = [jnp.abs(x - of_max) <= np.float32(2**-21) for x in mantissas for of_max in largest]
+    mantissa = _mantissa(amax / scale)
+    follows = [jnp.abs(mantissa - x) <= np.float32(2**-21) for x in np.array([1.75, 1.875], np.float32) / 2]
     is_by_itself = (_mantissa(scale) == 0.5) | (scale == jnp.finfo(jnp.float32).max)
-    has_amax = functools.reduce(jnp.maximum, amaxes) > 0
-    return functools.reduce(jnp.logical_or, follows, is_by_itself & has_amax)
+    return follows[0] | follows[1] | (is_by_itself & (amax > 0))
 
 
 def _mantissa(x: jax.Array) -> jax.Array:
@@ -199,9 +199,8 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
 
 def _states(variables: Any) -> dict[str, ScalingState]:
     """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
-    paths, leaves, _ = flatten(variables)
-    places = Places.of(paths, leaves)
-    return dict(zip((path_str(paths[j]) for _, j in places.pairs), places.states(leaves)))
+    found = StateTree.of(variables)
+    return dict(zip(found.histories(), found.states()))
 
 
 _WRONG = {

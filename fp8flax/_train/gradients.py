@@ -16,7 +16,7 @@ from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
-from fp8flax._core.state.tree import enter, from_max, has_state, leave, map_state
+from fp8flax._core.state.tree import enter, from_max, map_state
 
 
 def value_and_grad(
@@ -57,22 +57,19 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        given, entered = list(args), list(args)
-        places = {i % len(args) for i in positions if args}  # JAX reports wrong positions.
-        for i in places:
+        entered, leave = list(args), {}
+        for i in {i % len(args) for i in positions if args}:  # JAX reports wrong positions.
             check_no_train_state(args[i])
-            # Inside of another value_and_grad the state has entered before. It is cast back, and enters
-            # again without a derivative.
-            given[i] = from_max(args[i])
-            entered[i] = enter(given[i])
+            entered[i], leave[i] = enter(args[i])
         # JAX takes the dtype that merges by maximum for an integer. Arguments without it are checked here.
-        allows_int = allow_int or has_state(given)
+        stateless = [entered[i] for i in leave if not any(map(is_max_dtype, jax.tree.leaves(entered[i])))]
+        allows_int = allow_int or len(stateless) < len(leave)
         if allows_int and not allow_int:
-            jax.eval_shape(jax.grad(lambda _: 0.0), [given[i] for i in places if not has_state(given[i])])
+            jax.eval_shape(jax.grad(lambda _: 0.0), stateless)
         jax_value_and_grad = jax.value_and_grad(fun, positions, has_aux, holomorphic, allows_int)
         with differentiating():
             value, grads = jax_value_and_grad(*entered, **kwargs)
-        grads = tuple(leave(given[i], g) for i, g in zip(positions, grads))
+        grads = tuple(leave[i % len(args)](g) for i, g in zip(positions, grads))
         return from_max(value), grads[0] if single else grads
 
     return value_and_grad_fun
@@ -183,7 +180,7 @@ def accumulate(
     @partial(jax.jit, inline=True)
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, from_max(variables))
-        entered = enter(variables)
+        entered, leave = enter(variables)
         total = jax.tree.map(_empty_sum, entered)
         # Computes what ``_IS_HOISTED`` names once, before the loop.
         example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
@@ -191,7 +188,7 @@ def accumulate(
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: hoisted_step((*before, x)), (total, carry), microbatches
         )
-        grads = leave(variables, jax.tree.map(_as_cotangent, total, entered))
+        grads = leave(jax.tree.map(_as_cotangent, total, entered))
         return grads, carry, jnp.sum(value, axis=0), aux
 
     with differentiating():

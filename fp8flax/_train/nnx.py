@@ -14,7 +14,7 @@ from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dt
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import line_search
 from fp8flax._core.options import check_optimizer
-from fp8flax._core.state.tree import enter, from_max, leave
+from fp8flax._core.state.tree import enter, from_max
 from fp8flax._nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
@@ -83,8 +83,7 @@ def value_and_grad(
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
-        state = from_max(state_of({i: args[i] for i in positions}))
+        entered_state, leave = enter(state_of({i: args[i] for i in positions}))
 
         def of_entered(*args_and_entered: Any) -> Any:
             """Returns ``f`` of NNX's copies of the modules, while the entered state replaces theirs."""
@@ -105,15 +104,15 @@ def value_and_grad(
             has_aux=has_aux,
             holomorphic=holomorphic,
             # JAX takes the dtype that merges by maximum for an integer.
-            allow_int=allow_int or bool(state[OVERWRITE_WITH_GRADIENT]),
+            allow_int=allow_int or bool(entered_state[OVERWRITE_WITH_GRADIENT]),
             # Only graph mode has filters that choose what is differentiated; nnx.set_graph_mode is ignored.
             graph=True,
             graph_updates=True,
         )
         with differentiating():
-            value, (*grads, of_state) = nnx_value_and_grad(*args, enter(state))
+            value, (*grads, of_state) = nnx_value_and_grad(*args, entered_state)
         # Both have the state of a module that two arguments share once.
-        set_state(dict(zip(positions, grads)), leave(state, of_state))
+        set_state(dict(zip(positions, grads)), leave(of_state))
         marked = tuple(map(_mark, grads))
         return value, marked if isinstance(argnums, Sequence) else marked[0]
 

@@ -110,14 +110,14 @@ def test_a_rule_of_jax_is_replaced_only_while_a_gradient_runs():
 
 
 def test_concrete_arrays():
-    """A part of a digest has all numbers of its elements, and no cast returns them."""
+    """A part of an array of ``fp8_meta`` has all numbers of its elements, and no cast returns them."""
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
     floats = max_dtype.of_floats(MAX, numbers[0])
-    digests = max_dtype.of_floats(max_dtype.digest_dtype, numbers)
-    for x, values in ((floats, numbers[0]), (digests, numbers)):
+    metas = max_dtype.of_floats(max_dtype.fp8_meta, numbers)
+    for x, values in ((floats, numbers[0]), (metas, numbers)):
         assert isinstance(x, max_dtype.MaxArray)
         np.testing.assert_array_equal(max_dtype.to_floats(x[1]), values[1])
-    np.testing.assert_array_equal(max_dtype.from_max_dtype(digests), numbers[:, 0])
+    np.testing.assert_array_equal(max_dtype.from_max_dtype(metas), numbers[:, 0])
     np.testing.assert_array_equal(floats.astype(jnp.float32), numbers[0])
     with pytest.raises(ValueError, match="Cannot convert_element_type from fp32_max_grad"):
-        digests.astype(jnp.float32)
+        metas.astype(jnp.float32)

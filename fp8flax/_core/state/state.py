@@ -1,12 +1,16 @@
-"""The delayed-scaling state of one tensor: how to compute the scale of a step, and the next state.
+"""The delayed-scaling state of one tensor: the scale of a step, and the state after it.
 
 A step derives its scale from the amaxes of earlier steps. Then the amax of this step enters the history.
 
-Inside of a gradient, a *digest* takes the place of the scale. It has three numbers: the old scale, and the
-scales of this step in e4m3fn and in e5m2. Its cotangent has the scale that was used, the amax of this step,
-and zero. JAX merges the cotangents of several uses by maximum. ``tree.enter`` makes the digests of all
-tensors of a model together. An op that gets a state without a digest makes one by itself. The "gradient" of
-a state is always its ``next_state``.
+Inside of a gradient, an array of the dtype ``fp8_meta`` (Transformer Engine's word) takes the place of the
+scale::
+
+    value       the old scale; the scales of this step in e4m3fn and in e5m2
+    cotangent   the scale that was used; the amax of this step; zero
+
+JAX merges the cotangents of several uses by maximum. ``tree.enter`` makes the metas of all tensors of a
+model together. ``step_scales`` gives an op its scales, and makes the metas of states that did not enter. So
+the "gradient" of a state is always its ``next_state``.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +26,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.max_dtype import (
-    digested,
+    fp8_meta,
     from_max_dtype,
-    is_digest,
     is_max_dtype,
-    to_digest,
+    pack_meta,
     to_floats,
+    unpack_meta,
 )
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
@@ -35,8 +39,11 @@ from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import is_usable, power_of_two, push_amax, scale_exponent, scale_or
 from fp8flax._core.shapes import Float32, Shaped
 from fp8flax._core.state.batching import each_alike
+from fp8flax._core.types import PyTree
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
+
+Arrays: TypeAlias = list[jax.Array]
 
 
 class ScalingState(NamedTuple):
@@ -46,7 +53,7 @@ class ScalingState(NamedTuple):
     """
 
     scale: Shaped[jax.Array, "*scale"]
-    """Shape ``(1,)``, or ``(*stack, 1)`` if tensors are stacked; an op also takes a scalar. Or the digest
+    """Shape ``(1,)``, or ``(*stack, 1)`` if tensors are stacked; an op also takes a scalar. Or ``fp8_meta``
     in its place."""
     amax_history: Shaped[jax.Array, "*stack length"]
     """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)``. The newest entry is at index 0."""
@@ -72,8 +79,14 @@ def on_device(x: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """Returns the scale of this step, from the old scale and the amax of earlier steps."""
+def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
+    """Returns the scale of this step, from a float32 state with the amaxes of earlier steps.
+
+    The shape is that of the history without its last axis.
+    """
+    takes_newest = quantizer.amax_compute_algo == "most_recent"
+    amax = state.amax_history[..., 0] if takes_newest else jnp.max(state.amax_history, -1)
+    scale = state.scale.reshape(amax.shape)
     # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
     is_marked = scale != scale
     amax, old = jnp.where(is_marked, 0.0, amax), jnp.where(is_usable(scale) | is_marked, scale, 1.0)
@@ -83,104 +96,94 @@ def _scale_from(quantizer: DelayedQuantizer, scale: jax.Array, amax: jax.Array) 
     return scale_or(old, amax, largest, margin)
 
 
-# A digest has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
-# kernels (``batching.each_alike``). An op with other options reads the history.
-_IN_DIGEST = {DelayedQuantizer(dtype=jnp.float8_e4m3fn): 1, DelayedQuantizer(dtype=jnp.float8_e5m2): 2}
-"""The place of each quantizer's scale in a digest, whatever the length of the history."""
+# A meta has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
+# kernels (``batching.each_alike``). An op with other options computes its scale from the history.
+_IN_META = {DelayedQuantizer(dtype=jnp.float8_e4m3fn): 1, DelayedQuantizer(dtype=jnp.float8_e5m2): 2}
+"""The place of each quantizer's scale in a meta, whatever the length of the history."""
 
 
-def digest_of(state: ScalingState) -> tuple[jax.Array, ...]:
-    """Returns the three numbers of the digest of a float32 state, each in the shape of the scale."""
-    largest = jnp.max(state.amax_history, -1, keepdims=True)
-    return state.scale, *(_scale_from(q, state.scale, largest) for q in _IN_DIGEST)
+def _meta_numbers(state: ScalingState) -> tuple[jax.Array, ...]:
+    """Returns the three numbers of the meta of a float32 state, each in the shape of the scale."""
+    largest = state._replace(amax_history=jnp.max(state.amax_history, -1, keepdims=True))
+    return state.scale, *(step_scale(quantizer, largest)[..., None] for quantizer in _IN_META)
 
 
-def scale_of(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.Array, "*stack"]:
-    """Returns the float32 scale of this step, computed from the amaxes of earlier steps.
-
-    The shape is that of the history without its last axis. The scale has no derivative of any order.
-    """
-    usual_length = DelayedQuantizer.amax_history_len
-    place = _IN_DIGEST.get(dataclasses.replace(quantizer, amax_history_len=usual_length))
-    shape = state.amax_history.shape[:-1]
-    if is_digest(state.scale) and place is not None:
-        return digested(state.scale)[place].reshape(shape)
-    old = lax.stop_gradient(from_max_dtype(state.scale)).reshape(shape)
-    history = lax.stop_gradient(from_max_dtype(state.amax_history))
-    takes_newest = quantizer.amax_compute_algo == "most_recent"
-    return _scale_from(quantizer, old, history[..., 0] if takes_newest else jnp.max(history, -1))
-
-
-def named_scaling(numbers: Any) -> Any:
+def named_scaling(numbers: PyTree) -> PyTree:
     """Returns scales or amaxes under the ``checkpoint_name`` that policies of ``jax.checkpoint`` use."""
     return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
 
 
-def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[ScalingState]) -> list[jax.Array]:
-    """Returns ``scale_of`` each state to an op, which returns the amaxes of all of them, or of none.
+def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[ScalingState]) -> Arrays:
+    """Returns the ``step_scale`` of each state to an op, which returns the amaxes of all, or of none.
 
     An amax is the cotangent of its scale, after ``merge_amax``. Then the "gradient" of the state is its
-    ``next_state``. Use the scales in one op.
+    ``next_state``. Use the scales in one op. They have no derivative of any order.
     """
-    with_digest = with_digests(states)
-    histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in with_digest]
-    return _step_scales(tuple(quantizers), [state.scale for state in with_digest], histories)
-
-
-def with_digests(states: Sequence[ScalingState]) -> list[ScalingState]:
-    """Returns states with a digest in the place of each scale; makes the missing digests together."""
-    states = [ScalingState(*map(on_device, state)) for state in states]
-    missing = [state for state in states if not is_digest(state.scale)]
-    if not missing:  # tracing a function with a derivative of its own costs time, also for no states
-        return states
-    floats = [ScalingState(*map(to_floats, state)) for state in missing]
-    made = iter(digests([x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in floats]))
-    return [x if is_digest(x.scale) else x._replace(scale=next(made)) for x in states]
-
-
-Scales = list[jax.Array]
+    states = with_metas([ScalingState(*map(on_device, state)) for state in states])
+    return _read(tuple(quantizers), *map(list, zip(*states)))
 
 
 @partial(jax.jit, static_argnums=0)
-def _read_scales(quantizers: tuple[DelayedQuantizer, ...], digests: Scales, histories: Scales) -> Scales:
+def _read_metas(quantizers: tuple[DelayedQuantizer, ...], metas: Arrays, histories: Arrays) -> Arrays:
     """Returns the scales of this step."""
-    states = map(ScalingState, digests, histories)
-    return named_scaling([scale_of(quantizer, state) for quantizer, state in zip(quantizers, states)])
-
-
-_step_scales = jax.custom_vjp(_read_scales, nondiff_argnums=(0,))
+    scales, usual_length = [], DelayedQuantizer.amax_history_len
+    for quantizer, meta, history in zip(quantizers, metas, histories):
+        place = _IN_META.get(dataclasses.replace(quantizer, amax_history_len=usual_length))
+        numbers = [x.reshape(history.shape[:-1]) for x in unpack_meta(meta)]
+        own = ScalingState(numbers[0], history)
+        scales.append(step_scale(quantizer, own) if place is None else numbers[place])
+    return named_scaling(scales)
 
 
 @partial(jax.jit, static_argnums=0)
-def _step_scales_bwd(quantizers: Any, scales: Scales, amaxes: Scales) -> tuple[Scales, None]:
-    """Returns the cotangents of the digests: the scales and the amaxes of this step."""
+def _read_metas_bwd(quantizers: Any, scales: Arrays, amaxes: Arrays) -> tuple[Arrays, None]:
+    """Returns the cotangents of the metas: the scales and the amaxes of this step."""
     numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
-    return [to_digest(*three) for three in numbers], None
+    return [pack_meta(*three) for three in numbers], None
 
 
+_read = jax.custom_vjp(_read_metas, nondiff_argnums=(0,))
 # The scales are the residuals, too.
-_step_scales.defvjp(lambda quantizers, *states: (_read_scales(quantizers, *states),) * 2, _step_scales_bwd)
+_read.defvjp(lambda quantizers, *states: (_read_metas(quantizers, *states),) * 2, _read_metas_bwd)
 
 
 # The state after a step.
 
 
+def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
+    """Returns states with a meta in the place of each scale; makes the missing metas together.
+
+    The metas have the gradients of the histories, too.
+    """
+    missing = [ScalingState(*map(to_floats, x)) for x in states if x.scale.dtype != fp8_meta]
+    missing = [x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in missing]
+    # Tracing a function with a derivative of its own costs time, also for no states.
+    metas = iter(_metas(missing) if missing else ())
+    return [
+        ScalingState(
+            scale if scale.dtype == fp8_meta else next(metas),
+            lax.stop_gradient(from_max_dtype(history)),
+        )
+        for scale, history in states
+    ]
+
+
 # The backward rule computes no derivative: the cotangent of a state is its next value.
 @jax.custom_vjp
-def digests(states: list[ScalingState]) -> list[jax.Array]:
-    """Returns the digests of float32 states; the "gradients" of the states are the next states."""
-    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
-    # all digests.
-    return [to_digest(*numbers) for numbers in each_alike(digest_of, states)]
+def _metas(states: list[ScalingState]) -> Arrays:
+    """Returns the metas of float32 states; the "gradients" of the states are the next states."""
+    # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
+    # all metas.
+    return [pack_meta(*numbers) for numbers in each_alike(_meta_numbers, states)]
 
 
-def next_states(states: Sequence[ScalingState], cotangents: Sequence[jax.Array]) -> list[ScalingState]:
-    """Returns the states after a step, from the cotangents of their digests."""
-    numbers = zip(*(digested(g, 2) for g in cotangents))
+def next_states(states: Sequence[ScalingState], cotangents: Arrays) -> list[ScalingState]:
+    """Returns the states after a step, from the cotangents of their metas."""
+    numbers = zip(*(unpack_meta(g, 2) for g in cotangents))
     return each_alike(next_state, states, *numbers, in_parts=True)
 
 
-digests.defvjp(lambda states: (digests(states), states), lambda states, g: (next_states(states, g),))
+_metas.defvjp(lambda states: (_metas(states), states), lambda states, g: (next_states(states, g),))
 
 
 def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
@@ -212,7 +215,6 @@ def calibrated_state(
     So the scale follows from ``amax``. In a training step it follows from earlier amaxes only. The amax is
     that of all data, in the shape of the scale. It is -inf without data: the state is kept.
     """
-    fresh = ScalingState(jnp.ones_like(old.scale), jnp.zeros_like(old.amax_history))
-    history = next_state(fresh, fresh.scale, amax).amax_history
-    scale = scale_of(quantizer, fresh._replace(amax_history=history))[..., None]
+    history = push_amax(amax[..., 0], jnp.zeros_like(old.amax_history))
+    scale = step_scale(quantizer, ScalingState(jnp.ones_like(old.scale), history))[..., None]
     return jax.tree.map(partial(jnp.where, amax > -jnp.inf), ScalingState(scale, history), old)

@@ -2,42 +2,43 @@
 
 ``fp8flax.value_and_grad`` works in three steps::
 
-    entered = enter(variables)
+    entered, leave = enter(variables)
     value, cotangents = jax.value_and_grad(loss)(entered)
-    next_state = leave(variables, cotangents)
+    grads = leave(cotangents)
 
-``enter`` replaces each scale by its digest (see ``state``). If a layer runs several times, the cotangents
-of its digest merge by maximum. ``leave`` computes the next states from these cotangents.
+``enter`` replaces each scale by ``fp8_meta`` (see ``state``). If a layer runs several times, the cotangents
+of its meta merge by maximum. ``leave`` computes the next states from these cotangents.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import GetAttrKey, KeyPath, keystr
+from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, on_device, with_digests
+from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, on_device, with_metas
+from fp8flax._core.types import PyTree
 
 # Finding the state in a tree.
 
 
-def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
-    """Returns the paths, the leaves and the structure of a tree."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
-
-
 def path_names(path: KeyPath) -> tuple[str, ...]:
     """Returns the names on a tree path, without the ``.value`` of NNX's variables and of Linen's boxes."""
+    return tuple(keystr((key,), simple=True) for key in _of_variable(path))
+
+
+def _of_variable(path: KeyPath) -> KeyPath:
+    """Returns a path without the ``.value`` of NNX's variables and of Linen's boxes at its end."""
     while path and path[-1] == GetAttrKey("value"):
         path = path[:-1]
-    return tuple(keystr((key,), simple=True) for key in path)
+    return path
 
 
 def path_str(path: KeyPath) -> str:
@@ -51,15 +52,19 @@ def _find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
     They are found by their names, such as ``input_scale`` and ``input_amax_history``, because a user may
     pass the inside of the collection ``_overwrite_with_gradient`` alone. Parameters are no state.
     """
-    index = {path_names(path): i for i, path in enumerate(paths)}
-    pairs = []
-    for names, i in index.items():
-        *parent, name = names or ("",)
-        is_parameter = PARAMS in parent and OVERWRITE_WITH_GRADIENT not in parent
-        if name.endswith(SCALE) and not is_parameter:
-            j = index.get((*parent, name.removesuffix(SCALE) + AMAX_HISTORY))
-            pairs += [] if j is None else [(i, j)]
-    return pairs
+    index = {}
+    for i, path in enumerate(map(_of_variable, paths)):
+        index[path[:-1], keystr(path[-1:], simple=True)] = i
+    pairs = [
+        (i, index.get((parent, name.removesuffix(SCALE) + AMAX_HISTORY)), path_names(parent))
+        for (parent, name), i in index.items()
+        if name.endswith(SCALE)
+    ]
+    return [
+        (i, j)
+        for i, j, names in pairs
+        if j is not None and (PARAMS not in names or OVERWRITE_WITH_GRADIENT in names)
+    ]
 
 
 def find_state(paths: Sequence[KeyPath]) -> list[bool]:
@@ -68,15 +73,16 @@ def find_state(paths: Sequence[KeyPath]) -> list[bool]:
     return [i in of_state for i in range(len(paths))]
 
 
-def has_state(tree: Any) -> bool:
+def has_state(tree: PyTree) -> bool:
     """Returns whether any leaf of ``tree`` is scaling state."""
-    return any(find_state(flatten(tree)[0]))
+    return bool(_find_pairs([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]))
 
 
-def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any) -> Any:
+def map_state(f: Callable[[Any], Any], g: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
-    paths, leaves, treedef = flatten(tree)
-    return treedef.unflatten([(f if s else g)(leaf) for s, leaf in zip(find_state(paths), leaves)])
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    is_state = find_state([path for path, _ in leaves])
+    return treedef.unflatten([(f if s else g)(leaf) for s, (_, leaf) in zip(is_state, leaves)])
 
 
 def history_axis(scale: Any, history: Any) -> int | None:
@@ -93,17 +99,23 @@ def history_axis(scale: Any, history: Any) -> int | None:
     return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
 
 
-class Places(NamedTuple):
-    """The positions of the scaling state among the leaves of a tree (hashable)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateTree:
+    """A tree of arrays, and the places of the scaling state in it."""
 
-    pairs: tuple[tuple[int, int], ...]
-    """The positions of each scale and its amax history."""
-    axes: tuple[int, ...]
+    paths: list[KeyPath]
+    leaves: list[Any]
+    treedef: PyTreeDef
+    pairs: list[tuple[int, int]]
+    """The positions of each scale and its amax history among the leaves."""
+    axes: list[int]
     """For each pair, the axis of the history that holds the past amaxes, see ``history_axis``."""
 
     @classmethod
-    def of(cls, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> Places:
-        """Returns the positions of the scaling state in a tree; raises an error if a pair does not fit."""
+    def of(cls, tree: PyTree) -> StateTree:
+        """Returns where the scaling state is in a tree; raises an error if a pair does not fit."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        paths, leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
         pairs, axes = _find_pairs(paths), []
         for pair in pairs:
             for i in pair:
@@ -116,56 +128,64 @@ class Places(NamedTuple):
                     "(1,) and (length,). Layers may be stacked along another axis of both."
                 )
             axes.append(axis)
-        return cls(tuple(pairs), tuple(axes))
+        return cls(paths=paths, leaves=leaves, treedef=treedef, pairs=pairs, axes=axes)
 
-    def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
-        """Returns the scale and the history of each pair, with the past amaxes on the last axis."""
+    def histories(self) -> list[str]:
+        """Returns the path of each amax history, as messages name a tensor."""
+        return [path_str(self.paths[j]) for _, j in self.pairs]
+
+    def states(self, leaves: Sequence[Any] | None = None) -> list[ScalingState]:
+        """Returns the scale and the history of each pair, with the past amaxes on the last axis.
+
+        ``leaves`` are those of another tree with this structure.
+        """
+        leaves = self.leaves if leaves is None else leaves
         return [
             ScalingState(*(jnp.moveaxis(on_device(leaves[i]), axis, -1) for i in pair))
             for pair, axis in zip(self.pairs, self.axes)
         ]
 
-    def put(self, leaves: list[Any], states: Sequence[ScalingState]) -> None:
-        """Writes states to the positions of the pairs, the reverse of ``states``."""
+    def replaced(self, states: Sequence[ScalingState], leaves: Sequence[Any] | None = None) -> PyTree:
+        """Returns the tree with other states, the reverse of ``states``."""
+        leaves = list(self.leaves if leaves is None else leaves)
         for pair, axis, state in zip(self.pairs, self.axes, states):
             for i, x in zip(pair, state):
                 leaves[i] = jnp.moveaxis(x, -1, axis)
+        return self.treedef.unflatten(leaves)
 
 
 # Taking the state into a gradient, and out of it.
 
 
-def merge_by_max(tree: Any) -> Any:
+def merge_by_max(tree: PyTree) -> PyTree:
     """Makes ``jax.grad`` return the next state; returns the variables to call the model with.
 
     Call it inside the differentiated function and before ``apply``, as ``TrainState.apply_fn`` does. The
-    backward rule of the digests computes the next state. All other leaves, and digests, stay as they are.
+    backward rule of the metas computes the next state. All other leaves, and metas, stay as they are.
     """
-    paths, leaves, treedef = flatten(tree)
-    places = Places.of(paths, leaves)
-    # The digests have the gradients of the histories, too.
-    states = with_digests(places.states(leaves))
-    places.put(leaves, [ScalingState(x.scale, lax.stop_gradient(x.amax_history)) for x in states])
-    return treedef.unflatten(leaves)
+    found = StateTree.of(tree)
+    return found.replaced(with_metas(found.states()))
 
 
-def enter(tree: Any) -> Any:
-    """Returns the variables that JAX differentiates: each scale is replaced by its digest.
+def enter(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns the variables that JAX differentiates, and ``leave``.
 
-    ``enter`` and ``leave`` do outside of a gradient what ``merge_by_max`` does inside of it.
+    ``leave(cotangents)`` returns the gradients of ``tree``, with the next states. So both do outside of a
+    gradient what ``merge_by_max`` does inside of it. If the tree has entered another gradient before, the
+    state is cast back, and enters again without a derivative.
     """
-    return merge_by_max(map_state(lax.stop_gradient, lambda leaf: leaf, tree))
+    found = StateTree.of(tree)
+    found = dataclasses.replace(found, leaves=list(map(from_max_dtype, found.leaves)))
+    states = [ScalingState(*map(lax.stop_gradient, state)) for state in found.states()]
+
+    def leave(cotangents: PyTree) -> PyTree:
+        grads = found.treedef.flatten_up_to(cotangents)
+        metas = [state.scale for state in found.states(grads)]
+        return found.replaced(next_states(states, metas), grads)
+
+    return found.replaced(with_metas(states)), leave
 
 
-def leave(tree: Any, cotangents: Any) -> Any:
-    """Returns the gradients of ``tree``, with the next states, from the cotangents of ``enter(tree)``."""
-    paths, leaves, treedef = flatten(tree)
-    places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    of_digests = [state.scale for state in places.states(grads)]
-    places.put(grads, next_states(places.states(leaves), of_digests))
-    return treedef.unflatten(grads)
-
-
-def from_max(tree: Any) -> Any:
+def from_max(tree: PyTree) -> PyTree:
     """Casts every leaf of ``tree`` that merges by maximum back to float32."""
     return jax.tree.map(from_max_dtype, tree)

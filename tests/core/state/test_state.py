@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._compat.max_dtype import digested, fp32_max_grad, of_floats, to_digest
+from fp8flax._compat.max_dtype import fp32_max_grad, of_floats, pack_meta, unpack_meta
 from fp8flax._core.scaling import push_amax
-from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
     ScalingState,
     calibrated_state,
-    digest_of,
     next_state,
-    scale_of,
+    step_scale,
     step_scales,
+    with_metas,
 )
-from fp8flax._core.state.tree import enter, leave
+from fp8flax._core.state.tree import enter
 from tests import reference
 
 pytestmark = pytest.mark.optimized
@@ -42,15 +41,15 @@ def flax_scales(amaxes, dtype, length):
     return np.float32(scales)
 
 
-def test_the_numbers_of_digests_of_stacked_layers():
+def test_the_numbers_of_metas_of_stacked_layers():
     numbers = jnp.float32([[[1.0], [2.0]], [[np.nan], [3.0]], [[np.inf], [-np.inf]]])
-    np.testing.assert_array_equal(digested(to_digest(*numbers)), numbers)
+    np.testing.assert_array_equal(unpack_meta(pack_meta(*numbers)), numbers)
 
 
 @pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize(("dtype", "length"), [(E4M3, 1), (E4M3, 17), (E4M3, 1024), (E5M2, 17)])
 def test_the_scales_are_flax_to_the_bit(dtype, length):
-    """From the history, and from its digest, which is computed together with that of another history."""
+    """From the history, and from its meta, which is computed together with that of another history."""
     amaxes = np.exp(np.random.default_rng(length).standard_normal(40))
     amaxes[[7, 30]] = 0.0
     amaxes[11] *= 20
@@ -59,8 +58,7 @@ def test_the_scales_are_flax_to_the_bit(dtype, length):
     @jax.jit
     def both(history):
         states = [ScalingState(jnp.ones((1,)), h) for h in (jnp.flip(history), history)]
-        entered = states[1]._replace(scale=to_digest(*each_alike(digest_of, states)[1]))
-        return scale_of(quantizer, states[1]), scale_of(quantizer, entered)
+        return step_scale(quantizer, states[1]), step_scales([quantizer], with_metas(states)[1:])[0]
 
     history, scales = jnp.zeros((length,)), []
     for amax in amaxes:
@@ -83,7 +81,7 @@ def test_next_state(amax, stack):
     np.testing.assert_array_equal(new.amax_history, pushed if np.isfinite(amax) else history)
 
 
-@pytest.mark.parametrize("form", ["float32", "max", "digest"])
+@pytest.mark.parametrize("form", ["float32", "max", "entered"])
 def test_the_gradient_of_a_state_is_its_next_value(form):
     """However it enters a gradient, and for every option: the amax is the cotangent of the scale."""
     scales = {"usual": 5 / 448, "margin": 4 * 5 / 448, "power": 2.0**-12, "newest": 2 / 448}
@@ -97,9 +95,9 @@ def test_the_gradient_of_a_state_is_its_next_value(form):
                 state = {name: of_floats(fp32_max_grad, x) for name, x in state.items()}
             return step_scales([quantizer], [ScalingState(state["x_scale"], state["x_amax_history"])])[0]
 
-        used, back = jax.vjp(scale, enter(tree) if form == "digest" else tree)
-        (new,) = back(jnp.float32(7.0))
-        new = leave(tree, new) if form == "digest" else new
+        entered, leave = enter(tree) if form == "entered" else (tree, lambda new: new)
+        used, back = jax.vjp(scale, entered)
+        new = leave(*back(jnp.float32(7.0)))
         np.testing.assert_allclose(used, expected, rtol=1e-6)
         np.testing.assert_array_equal(new["x_scale"], [used])
         np.testing.assert_array_equal(new["x_amax_history"], np.float32([7.0, history[2], history[0]]))

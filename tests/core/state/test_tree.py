@@ -6,13 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import is_digest, to_digest, to_floats
+from fp8flax._compat.max_dtype import fp8_meta, pack_meta, to_floats
 from fp8flax._core import names
 from fp8flax._core.state import tree
 from fp8flax._train.check import checked_next_state
 from tests.cases import OWG, assert_trees_equal
 
 pytestmark = pytest.mark.optimized
+
+
+def is_meta(x):
+    return x.dtype == fp8_meta
 
 
 def op_state(scale, history, lead=()):
@@ -39,14 +43,12 @@ def test_several_states_are_those_of_one_alone():
     def cotangent(path, x):
         """Each tensor saw an amax of 8 and used a scale of 2, but for the third, which got no gradient."""
         scale = 0.0 if path[1].key == "op2" else 2.0
-        return to_digest(*(jnp.full(x.shape, c) for c in (scale, 8.0, 0.0))) if is_digest(x) else x
+        return pack_meta(*(jnp.full(x.shape, c) for c in (scale, 8.0, 0.0))) if is_meta(x) else x
 
-    entered = tree.enter(olds)
-    left = tree.leave(
-        olds, jax.tree_util.tree_map_with_path(cotangent, entered, is_leaf=lambda x: is_digest(x))
-    )
+    entered, leave = tree.enter(olds)
+    left = leave(jax.tree_util.tree_map_with_path(cotangent, entered))
     for i, history in enumerate(histories):
-        alone = tree.enter({OWG: {"op": olds[OWG][f"op{i}"]}})
+        alone, _ = tree.enter({OWG: {"op": olds[OWG][f"op{i}"]}})
         for name, leaf in alone[OWG]["op"].items():
             np.testing.assert_array_equal(to_floats(entered[OWG][f"op{i}"][name]), to_floats(leaf))
         expected = op_state(0.5, history) if i == 2 else op_state(2.0, [8.0, history[0]])
@@ -105,8 +107,8 @@ def test_stacked_layers(length):
 def test_only_scales_are_replaced(freeze):
     variables = freeze(OLD)
     entered = tree.merge_by_max(variables)
-    before, after = jax.tree.leaves(variables), jax.tree.leaves(entered, is_leaf=is_digest)
-    assert [is_digest(x) for x in after] == [x.shape == (1,) for x in before]
+    before, after = jax.tree.leaves(variables), jax.tree.leaves(entered)
+    assert [is_meta(x) for x in after] == [x.shape == (1,) for x in before]
     assert entered["params"]["w"] is OLD["params"]["w"]
     assert_trees_equal(tree.from_max(entered), variables)
     assert_trees_equal(tree.from_max(tree.merge_by_max(entered)), variables)
@@ -117,8 +119,8 @@ def test_state_is_found_by_its_names():
     state = {"x_scale": jnp.ones((1,)), "x_amax_history": jnp.ones((4,))}
     alone = {"x_scale": jnp.ones((2,), jnp.bfloat16), "moment": 3.0}
     entered = tree.merge_by_max({"params": state, "mine": state, OWG: alone})
-    assert is_digest(entered["mine"]["x_scale"])
-    assert not is_digest(entered["params"]["x_scale"])
+    assert is_meta(entered["mine"]["x_scale"])
+    assert not is_meta(entered["params"]["x_scale"])
     assert entered[OWG] is not alone
     assert entered[OWG] == alone
     assert not tree.has_state({"params": state, OWG: alone})
