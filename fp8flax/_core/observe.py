@@ -12,7 +12,6 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -137,16 +136,3 @@ def report_amax(
     # While calibrating, the place of the scale has the number of the tensor.
     number = lax.stop_gradient(from_max_dtype(state.scale)).reshape(amax.shape)
     return report(x, quantizer, jnp.stack([number, amax], -1))[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
-    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
-
-    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for the innermost gradient only.
-    """
-    return x
-
-
-on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))

@@ -16,11 +16,12 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report_amax
+from fp8flax._core.observe import is_calibrating, mode, report_amax
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
     inf_to_nan,
+    on_cotangent,
     quantize,
     quantize_dequantize,
     straight_through,

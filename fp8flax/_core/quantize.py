@@ -195,6 +195,19 @@ def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: A
     return result, tangents[0].astype(result.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
+    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
+
+    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
+    inside its forward pass, ``f`` is called for the innermost gradient only.
+    """
+    return x
+
+
+on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))
+
+
 def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 

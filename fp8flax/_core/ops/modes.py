@@ -18,7 +18,7 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gpus import warn_if_emulated
 from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.names import FORWARD, KEPT_WIDE, ROLES
-from fp8flax._core.observe import is_calibrating, mode, on_cotangent, report, report_amax
+from fp8flax._core.observe import is_calibrating, mode, report, report_amax
 from fp8flax._core.ops.contract import (
     STATELESS,
     Contraction,
@@ -30,7 +30,7 @@ from fp8flax._core.ops.contract import (
 )
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import STATIC, Dims, QTensor
-from fp8flax._core.quantize import as_float_array, inf_to_nan, straight_through
+from fp8flax._core.quantize import as_float_array, inf_to_nan, on_cotangent, straight_through
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.state import step_scales
 

@@ -16,9 +16,9 @@ the "gradient" of a state is always its ``next_state``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from fp8flax._compat.max_dtype import (
 )
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
+from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import is_usable, power_of_two, push_amax, scale_exponent, scale_or
 from fp8flax._core.shapes import Float32, Shaped
@@ -59,7 +60,7 @@ class ScalingState(NamedTuple):
     """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)``. The newest entry is at index 0."""
 
 
-def check_state_dtype(where: str, x: Any) -> None:
+def check_state_dtype(where: str, x: object) -> None:
     """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
     if not (is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32):
         got = getattr(x, "dtype", None) or type(x).__name__
@@ -69,7 +70,7 @@ def check_state_dtype(where: str, x: Any) -> None:
         )
 
 
-def on_device(x: Any) -> Any:
+def on_device(x: jax.Array) -> jax.Array:
     """Returns a copy in device memory of an array in host memory, where JAX does not compute."""
     is_on_device = jax.typeof(x).memory_space == jax.memory.Space.Device
     return x if is_on_device else jax.device_put(x, jax.memory.Space.Device)
@@ -120,14 +121,15 @@ def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[Scaling
     ``next_state``. Use the scales in one op. They have no derivative of any order.
     """
     states = with_metas([ScalingState(*map(on_device, state)) for state in states])
-    return _read(tuple(quantizers), *map(list, zip(*states)))
+    scales = _read_metas(tuple(quantizers), states)
+    return on_cotangent(_amaxes_in_metas, scales, ([meta for meta, _ in states], scales))
 
 
 @partial(jax.jit, static_argnums=0)
-def _read_metas(quantizers: tuple[DelayedQuantizer, ...], metas: Arrays, histories: Arrays) -> Arrays:
-    """Returns the scales of this step."""
+def _read_metas(quantizers: tuple[DelayedQuantizer, ...], states: list[ScalingState]) -> Arrays:
+    """Returns the scales of this step, of states with metas."""
     scales, usual_length = [], DelayedQuantizer.amax_history_len
-    for quantizer, meta, history in zip(quantizers, metas, histories):
+    for quantizer, (meta, history) in zip(quantizers, states):
         place = _IN_META.get(dataclasses.replace(quantizer, amax_history_len=usual_length))
         numbers = [x.reshape(history.shape[:-1]) for x in unpack_meta(meta)]
         own = ScalingState(numbers[0], history)
@@ -135,30 +137,26 @@ def _read_metas(quantizers: tuple[DelayedQuantizer, ...], metas: Arrays, histori
     return named_scaling(scales)
 
 
-@partial(jax.jit, static_argnums=0)
-def _read_metas_bwd(quantizers: Any, scales: Arrays, amaxes: Arrays) -> tuple[Arrays, None]:
+@jax.jit
+def _amaxes_in_metas(amaxes: Arrays, args: tuple[Arrays, Arrays]) -> tuple[None, tuple[Arrays, None]]:
     """Returns the cotangents of the metas: the scales and the amaxes of this step."""
-    numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
-    return [pack_meta(*three) for three in numbers], None
-
-
-_read = jax.custom_vjp(_read_metas, nondiff_argnums=(0,))
-# The scales are the residuals, too.
-_read.defvjp(lambda quantizers, *states: (_read_metas(quantizers, *states),) * 2, _read_metas_bwd)
-
-
-# The state after a step.
+    numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(args[1], amaxes)]
+    return None, ([pack_meta(*three) for three in numbers], None)
 
 
 def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
     """Returns states with a meta in the place of each scale; makes the missing metas together.
 
-    The metas have the gradients of the histories, too.
+    The "gradients" of the metas are those of the whole states: the next states.
     """
     missing = [ScalingState(*map(to_floats, x)) for x in states if x.scale.dtype != fp8_meta]
     missing = [x._replace(scale=x.scale.reshape(*x.amax_history.shape[:-1], 1)) for x in missing]
-    # Tracing a function with a derivative of its own costs time, also for no states.
-    metas = iter(_metas(missing) if missing else ())
+    metas: Iterator[jax.Array] = iter(())
+    if missing:  # tracing a function with a derivative of its own costs time, also for no states
+        # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array
+        # of all metas.
+        made = [pack_meta(*numbers) for numbers in each_alike(_meta_numbers, lax.stop_gradient(missing))]
+        metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing))
     return [
         ScalingState(
             scale if scale.dtype == fp8_meta else next(metas),
@@ -168,22 +166,13 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
     ]
 
 
-# The backward rule computes no derivative: the cotangent of a state is its next value.
-@jax.custom_vjp
-def _metas(states: list[ScalingState]) -> Arrays:
-    """Returns the metas of float32 states; the "gradients" of the states are the next states."""
-    # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
-    # all metas.
-    return [pack_meta(*numbers) for numbers in each_alike(_meta_numbers, states)]
+# The state after a step.
 
 
 def next_states(states: Sequence[ScalingState], cotangents: Arrays) -> list[ScalingState]:
     """Returns the states after a step, from the cotangents of their metas."""
     numbers = zip(*(unpack_meta(g, 2) for g in cotangents))
     return each_alike(next_state, states, *numbers, in_parts=True)
-
-
-_metas.defvjp(lambda states: (_metas(states), states), lambda states, g: (next_states(states, g),))
 
 
 def next_state(old: ScalingState, scale: jax.Array, amax: jax.Array) -> ScalingState:
