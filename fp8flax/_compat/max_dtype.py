@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jax._src.interpreters import ad, pxla
 from jax._src.numpy import array_methods
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.typing import ArrayLike
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -40,11 +41,11 @@ class _MaxDtypeRules:
         return core.ShapedArray(dtype.element_shape, _FLOAT32)
 
     @staticmethod
-    def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
+    def add(dtype: MaxDtype, x: jax.Array, y: jax.Array) -> jax.Array:
         return of_floats(dtype, lax.max(to_floats(x), to_floats(y)))
 
     @staticmethod
-    def zero(dtype: MaxDtype) -> Any:
+    def zero(dtype: MaxDtype) -> jax.Array:
         # -inf is the identity of max. It also distinguishes "no gradient" from a gradient of 0.
         return of_floats(dtype, np.full(dtype.element_shape, -np.inf, _FLOAT32))
 
@@ -53,7 +54,7 @@ class _MaxDtypeRules:
         return dtype
 
     @staticmethod
-    def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
+    def full(shape: Sequence[int], fill_value: ArrayLike, dtype: MaxDtype) -> jax.Array:
         return of_floats(dtype, jnp.full((*shape, *dtype.element_shape), fill_value, _FLOAT32))
 
     @staticmethod
@@ -145,9 +146,10 @@ for _primitive in (_of_floats_p, _to_floats_p):
     mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
 
 
-def of_floats(dtype: MaxDtype, x: Any) -> Any:
+def of_floats(dtype: np.dtype | MaxDtype, x: ArrayLike) -> jax.Array:
     """Returns an array of ``dtype`` and of shape ``s``, from floats of shape ``(*s, *element_shape)``."""
-    return _of_floats_p.bind(x, dtype=dtype)
+    result: jax.Array = _of_floats_p.bind(x, dtype=dtype)
+    return result
 
 
 def to_floats(x: Any) -> Any:
@@ -181,7 +183,7 @@ Each element has three float32 numbers, and the first is the scale. The cotangen
 maximum."""
 
 
-def is_max_dtype(x: Any) -> bool:
+def is_max_dtype(x: object) -> bool:
     """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``fp8_meta``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
 
@@ -214,14 +216,11 @@ def unpack_meta(x: jax.Array, num: int = 3) -> list[jax.Array]:
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 
 
-_jax_transpose_slice = ad.fancy_transposes[lax.slice_p]
-
-
 def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
     """Transposes ``lax.slice`` as JAX does, also for arrays of a ``MaxDtype``."""
     dtype = getattr(getattr(operand, "aval", None), "dtype", None)
     if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
-        _jax_transpose_slice(g, operand, **params)
+        _rule_of_jax(g, operand, **params)
         return
     strides, pads = params["strides"] or [1] * g.ndim, []
     for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
@@ -235,6 +234,7 @@ def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
 
 _lock = threading.Lock()
 _num_differentiating = 0
+_rule_of_jax: Callable[..., None]
 _ADVICE = (
     "Inside of a gradient the FP8 scaling state is no number. Pass it on to the model unchanged. Compute "
     "norms, penalties and casts of the parameters alone: variables['params'] in Linen, nnx.Param in NNX. "
@@ -253,10 +253,12 @@ def differentiating() -> Iterator[None]:
     dtype cannot define this rule itself, so one rule of JAX is replaced, for all threads, while any of them
     is in the context. For all other dtypes the replacement calls JAX's rule.
     """
-    global _num_differentiating
+    global _num_differentiating, _rule_of_jax
     with _lock:
+        if _num_differentiating == 0:
+            _rule_of_jax = ad.fancy_transposes[lax.slice_p]
+            ad.fancy_transposes[lax.slice_p] = _transpose_slice
         _num_differentiating += 1
-        ad.fancy_transposes[lax.slice_p] = _transpose_slice
     try:
         yield
     except Exception as error:
@@ -267,4 +269,4 @@ def differentiating() -> Iterator[None]:
         with _lock:
             _num_differentiating -= 1
             if _num_differentiating == 0:
-                ad.fancy_transposes[lax.slice_p] = _jax_transpose_slice
+                ad.fancy_transposes[lax.slice_p] = _rule_of_jax

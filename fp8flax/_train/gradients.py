@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import enter, from_max, map_state
+from fp8flax._core.types import PyTree
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
@@ -52,11 +53,10 @@ def value_and_grad(
 
     Source: signature of ``jax.value_and_grad``.
     """
-    single = not isinstance(argnums, Sequence)
-    positions: tuple[Any, ...] = (argnums,) if single else tuple(argnums)  # type: ignore[arg-type]
+    positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
     @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         entered, leave = list(args), {}
         for i in {i % len(args) for i in positions if args}:  # JAX reports wrong positions.
             check_no_train_state(args[i])
@@ -70,18 +70,18 @@ def value_and_grad(
         with differentiating():
             value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave[i % len(args)](g) for i, g in zip(positions, grads))
-        return from_max(value), grads[0] if single else grads
+        return from_max(value), grads if isinstance(argnums, Sequence) else grads[0]
 
     return value_and_grad_fun
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function like ``jax.grad`` that returns the gradients of ``value_and_grad``.
 
     Example:
@@ -94,18 +94,18 @@ def grad(
     return without_value(value_and_grad(fun, argnums, has_aux, holomorphic, allow_int), has_aux)
 
 
-def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def without_value(value_and_grad_fun: Callable[..., PyTree], has_aux: bool) -> Callable[..., PyTree]:
     """Returns a function that computes gradients, and with ``has_aux`` auxiliary data, but no value."""
 
     @functools.wraps(value_and_grad_fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def grad_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
 
 
-def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+def accumulate_gradients(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..., PyTree]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
     The scaling state is that of one call on all microbatches, and the gradients of parameters are averaged
@@ -138,7 +138,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     """
 
     @functools.wraps(fun)
-    def accumulated(variables: Any, microbatches: Any) -> Any:
+    def accumulated(variables: PyTree, microbatches: PyTree) -> PyTree:
         check_no_train_state(variables)
         return accumulate(lambda v, _, x: (fun(v, x), None), variables, None, microbatches, has_aux)[:2]
 
@@ -150,8 +150,8 @@ _IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KER
 
 
 def accumulate(
-    fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any, has_aux: bool
-) -> tuple[Any, Any, Any]:
+    fun: Callable[..., PyTree], variables: PyTree, carry: PyTree, microbatches: PyTree, has_aux: bool
+) -> tuple[PyTree, PyTree, PyTree]:
     """Returns value, gradients and last carry of a mean over microbatches, see ``accumulate_gradients``.
 
     ``fun(variables, carry, microbatch)`` returns ``(value, carry)``, or ``((value, aux), carry)``.
@@ -163,10 +163,10 @@ def accumulate(
             f"shapes {jax.tree.map(np.shape, microbatches)}. Stack a list of microbatches with jnp.stack."
         )
 
-    def step(entered: Any, varying: Any) -> Any:
+    def step(entered: PyTree, varying: PyTree) -> PyTree:
         total, carry, microbatch = varying
 
-        def loss(entered: Any) -> Any:
+        def loss(entered: PyTree) -> PyTree:
             out, new_carry = from_max(fun(entered, carry, microbatch))
             value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.
@@ -178,7 +178,7 @@ def accumulate(
     # One jitted function also for a caller without jit: otherwise jax_debug_infs would find the -inf that
     # marks missing state.
     @partial(jax.jit, inline=True)
-    def run(variables: Any, carry: Any, microbatches: Any) -> Any:
+    def run(variables: PyTree, carry: PyTree, microbatches: PyTree) -> PyTree:
         variables = jax.tree.map(jnp.asarray, from_max(variables))
         entered, leave = enter(variables)
         total = jax.tree.map(_empty_sum, entered)
@@ -205,21 +205,21 @@ def _empty_sum(leaf: jax.Array) -> jax.Array:
     return jnp.zeros_like(leaf, dtype=jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
 
 
-def _as_cotangent(total: jax.Array, leaf: Any) -> Any:
+def _as_cotangent(total: jax.Array, leaf: jax.Array) -> ArrayLike:
     """Returns the sum or the maximum in the dtype of ``leaf``."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return np.zeros(leaf.shape, jax.dtypes.float0)
     return of_floats(leaf.dtype, total) if is_max_dtype(leaf) else total.astype(leaf.dtype)
 
 
-def _add(total: jax.Array, grad: Any) -> jax.Array:
+def _add(total: jax.Array, grad: jax.Array) -> jax.Array:
     """Returns ``total`` with one more gradient: a sum, or a maximum for state."""
     if is_max_dtype(grad):
         return jnp.maximum(total, to_floats(grad))
     return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
 
 
-def pmean_gradients(grads: Any, axis_name: Any) -> Any:
+def pmean_gradients(grads: PyTree, axis_name: Hashable) -> PyTree:
     """Averages gradients over a mapped axis, or a tuple of axes; takes the maximum of scaling state.
 
     Use it in a loop that computes a gradient for each device and reduces it by hand, in ``jax.pmap`` or in
@@ -237,7 +237,7 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     Source: ``jax.lax.pmean``, which would average the state as well.
     """
 
-    def mean(x: Any) -> Any:
+    def mean(x: jax.Array) -> jax.Array:
         return x if x.dtype == jax.dtypes.float0 else lax.pmean(x, axis_name)
 
     return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)
