@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._compat.report_primitive import reported
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import ScalingState
+from fp8flax._core.types import PyTree
 
 # The mode of the ops.
 
@@ -50,7 +52,7 @@ def is_calibrating() -> bool:
     return mode.value is not None and mode.value.calibrates
 
 
-def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:
+def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[object]:
     """Returns the context in which an op runs; for statistics it sets the path of the op in ``mode``."""
     if mode.value is None or is_calibrating():
         return contextlib.nullcontext()
@@ -73,11 +75,11 @@ class Report(NamedTuple):
 
 
 _lock = threading.Lock()
-_received: list[tuple[list[Report], Counter[Any]]] = []
+_received: list[tuple[list[Report], Counter[Hashable]]] = []
 """What has been reported to the observation that runs now, and counted by label and device; or nothing."""
 
 
-def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> list[Report]:
+def collect(observing: Observing, run: Callable[..., PyTree], *args: PyTree) -> list[Report]:
     """Returns what the ops report while ``run(*args)``, a jitted function, is computed in a mode.
 
     If there are several processes, each gets the reports of all.
@@ -103,7 +105,7 @@ def collect(observing: Observing, run: Callable[..., Any], *args: Any) -> list[R
     return [report for data in gathered for report in pickle.loads(data.tobytes())]
 
 
-def _receive(label: Hashable, device: Any, *numbers: Any) -> np.int32:
+def _receive(label: Hashable, device: ArrayLike, *numbers: ArrayLike) -> np.int32:
     """Passes a report to the observation that runs now; returns its ``call``.
 
     It is a function of the module, because JAX's caches keep it: a closure would keep arrays alive.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import flax.core
 import flax.linen as nn
@@ -18,13 +17,14 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.state import check_state_dtype, on_device
 from fp8flax._core.state.tree import StateTree, history_axis, path_str
+from fp8flax._core.types import PyTree
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
 
 
 def add_fp8_state(
-    variables: Mapping[str, Any], model: nn.Module, *args: Any, **kwargs: Any
-) -> Mapping[str, Any]:
+    variables: Mapping[str, PyTree], model: nn.Module, *args: PyTree, **kwargs: PyTree
+) -> Mapping[str, PyTree]:
     """Returns ``variables`` with the scaling state that ``model`` needs; missing state is initialized.
 
     Use it to go from a checkpoint without FP8 to a run with FP8, or from one history length to another. No
@@ -89,7 +89,7 @@ def add_fp8_state(
     return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: found.treedef.unflatten(leaves)})  # type: ignore[arg-type]
 
 
-def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
+def _fit(path: KeyPath, value: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.Array:
     """Returns the state ``value`` with the shape of ``leaf``; only the size of ``axis`` may change."""
     check_state_dtype(path_str(path), value)
     if value.shape == leaf.shape:
@@ -108,7 +108,7 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, axis: int | None
     return jnp.roll(jnp.pad(kept, before), 1, axis)
 
 
-def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+def remove_fp8_state(variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
     """Returns the other collections of ``variables``, for the model without FP8.
 
     Raises:

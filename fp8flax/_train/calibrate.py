@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import flax.core
 import jax
@@ -17,16 +15,18 @@ from fp8flax._core.options import check_function, check_variables
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
 from fp8flax._core.state.tree import StateTree
+from fp8flax._core.types import PyTree
+from fp8flax._model.quantize_model import is_nnx
 
 
 def calibrate(
-    fun: Callable[[Any, Any], Any],
-    variables: Any,
-    batches: Iterable[Any],
+    fun: Callable[[PyTree, PyTree], PyTree],
+    variables: PyTree,
+    batches: Iterable[PyTree],
     *,
     backward: bool = False,
     has_aux: bool = False,
-) -> Any:
+) -> PyTree:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
     The new state depends on the batches alone, and not on the old state: each history holds one amax, the
@@ -68,13 +68,14 @@ def calibrate(
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     check_function("fun", fun, "model.apply")
-    nnx = sys.modules.get("flax.nnx")  # imported only if the user has
-    if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
+    if is_nnx(variables):
+        from flax import nnx
+
         from fp8flax._nnx.ops import OverwriteWithGradient
 
-        graphdef, state, rest = nnx.split(variables, OverwriteWithGradient, ...)
+        graphdef, state, *rest = nnx.split(variables, OverwriteWithGradient, ...)
 
-        def of_variables(variables: Any, batch: Any) -> Any:
+        def of_variables(variables: PyTree, batch: PyTree) -> PyTree:
             # A copy has variables of this trace, to which fun may write.
             return fun(nnx.merge(graphdef, *variables.values(), copy=True), batch)
 
@@ -87,14 +88,14 @@ def calibrate(
 
 
 def _filled(
-    fun: Callable[[Any, Any], Any], variables: Any, batches: Iterable[Any], backward: bool, has_aux: bool
-) -> Any:
+    fun: Callable[..., PyTree], variables: PyTree, batches: Iterable[PyTree], backward: bool, has_aux: bool
+) -> PyTree:
     """Returns a dict of the collection of scaling state after ``calibrate``; an empty dict without it."""
     collection = flax.core.unfreeze(variables.get(OVERWRITE_WITH_GRADIENT, {}))
 
     @jax.jit  # Returns the arrays of all results, because JAX drops the reports of all others.
-    def run(state: Any, variables: Any, batch: Any) -> list[jax.Array]:
-        def call(state: Any) -> Any:
+    def run(state: PyTree, variables: PyTree, batch: PyTree) -> list[jax.Array]:
+        def call(state: PyTree) -> PyTree:
             return fun(type(variables)({**variables, **state}), batch)
 
         results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
@@ -153,7 +154,7 @@ def _amaxes(
     return amaxes, quantizers
 
 
-def _put(x: np.ndarray, like: Any) -> jax.Array:
+def _put(x: np.ndarray, like: jax.Array) -> jax.Array:
     """Returns ``x`` in float32, on the devices that ``like`` is committed to."""
     where = like.sharding if getattr(like, "committed", False) else None
     return jax.device_put(x.astype(np.float32), where)

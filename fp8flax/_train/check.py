@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from fp8flax._core.scaling import is_usable, push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
 from fp8flax._core.state.tree import StateTree
+from fp8flax._core.types import PyTree
 
 _WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
@@ -26,7 +26,7 @@ _WHAT_TO_CALL = (
 )
 
 
-def checked_next_state(old: Any, new: Any) -> Any:
+def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     """Returns the scaling state after a step; if no step can make it, raises an error or writes NaN.
 
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
@@ -57,7 +57,7 @@ def checked_next_state(old: Any, new: Any) -> Any:
     return found.replaced(each_alike(_after, olds, news, fits_of_all, in_parts=True))
 
 
-def _is_unknown(x: Any) -> bool:
+def _is_unknown(x: object) -> bool:
     """Returns whether this process does not know the value of an array."""
     if not isinstance(x, jax.Array):
         return not isinstance(x, np.ndarray)
@@ -124,7 +124,7 @@ def _mantissa(x: jax.Array) -> jax.Array:
     return jnp.where(is_usable(x), mantissa, 0.0)
 
 
-def check_state(variables: Any, before: Any = None) -> None:
+def check_state(variables: PyTree, before: PyTree = None) -> None:
     """Raises ``ValueError`` if something other than training with FP8 has changed the scaling state.
 
     Call it outside of ``jax.jit``, after a step of a loop of your own, or if a loss is NaN. It detects
@@ -187,7 +187,7 @@ def check_state(variables: Any, before: Any = None) -> None:
         )
 
 
-def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
+def warn_if_damaged(state: PyTree, advice: str, stacklevel: int) -> None:
     """Warns about a collection of scaling state that no training leaves, if its values are known."""
     if any(map(_is_unknown, jax.tree.leaves(state))):
         return
@@ -197,7 +197,7 @@ def warn_if_damaged(state: Any, advice: str, stacklevel: int) -> None:
         warnings.warn(f"{problem} {advice}", stacklevel=stacklevel)
 
 
-def _states(variables: Any) -> dict[str, ScalingState]:
+def _states(variables: PyTree) -> dict[str, ScalingState]:
     """Returns the state of each tensor, with past amaxes on the last axis, by the path of the history."""
     found = StateTree.of(variables)
     return dict(zip(found.histories(), found.states()))

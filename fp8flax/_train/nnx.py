@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import differentiating, from_max_dtype, is_max_dtype
@@ -15,12 +15,13 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import line_search
 from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import enter, from_max
+from fp8flax._core.types import PyTree
 from fp8flax._nnx.ops import OverwriteWithGradient, check_model, errors_search, is_node, set_state, state_of
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import accumulate, without_value
 
 
-class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
+class _StateGradient(OverwriteWithGradient, nnx.Param[jax.Array]):
     """Scaling state in a gradient, where it counts as the gradient of a parameter, too.
 
     Otherwise ``nnx.Optimizer.update`` would leave the state out, and it would never change. With this type
@@ -28,16 +29,16 @@ class _StateGradient(OverwriteWithGradient, nnx.Param[Any]):
     """
 
 
-def _mark(grads: Any) -> Any:
+def _mark(grads: PyTree) -> PyTree:
     """Returns gradients whose scaling state has the type ``_StateGradient``."""
 
-    def mark(x: Any) -> Any:
+    def mark(x: PyTree) -> PyTree:
         return _StateGradient(x.get_value()) if isinstance(x, OverwriteWithGradient) else x
 
     return jax.tree.map(mark, grads, is_leaf=is_node)
 
 
-def _without_max_dtype(tree: Any) -> Any:
+def _without_max_dtype(tree: PyTree) -> PyTree:
     """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
     nodes = list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
     nnx.update(nodes, from_max(nnx.state(nodes, lambda _, x: any(map(is_max_dtype, jax.tree.leaves(x))))))
@@ -45,12 +46,12 @@ def _without_max_dtype(tree: Any) -> Any:
 
 
 def value_and_grad(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
     The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
@@ -79,13 +80,13 @@ def value_and_grad(
     positions = [d.argnum for d in wanted]
 
     @functools.wraps(f)
-    def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         entered_state, leave = enter(state_of({i: args[i] for i in positions}))
 
-        def of_entered(*args_and_entered: Any) -> Any:
+        def of_entered(*args_and_entered: PyTree) -> PyTree:
             """Returns ``f`` of NNX's copies of the modules, while the entered state replaces theirs."""
             *args, entered = args_and_entered
             nodes = {i: args[i] for i in positions}
@@ -120,12 +121,12 @@ def value_and_grad(
 
 
 def grad(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Returns a function like ``nnx.grad`` that returns the gradients of ``value_and_grad``.
 
     Example:
@@ -140,7 +141,7 @@ def grad(
     return without_value(value_and_grad(f, argnums, has_aux, holomorphic, allow_int), has_aux)
 
 
-def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+def accumulate_gradients(f: Callable[..., PyTree], has_aux: bool = False) -> Callable[..., PyTree]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
     See ``fp8flax.accumulate_gradients``, with a model in the place of ``variables``. Other changes of a
@@ -158,13 +159,13 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
     """
 
     @functools.wraps(f)
-    def accumulated(model: Any, microbatches: Any) -> Any:
+    def accumulated(model: PyTree, microbatches: PyTree) -> PyTree:
         check_model(model)
         filters = nnx.Param, OverwriteWithGradient, ...
         graphdef, *states = nnx.split(model, *filters)
         params, scaling, rest = states
 
-        def of_variables(variables: Any, rest: Any, microbatch: Any) -> Any:
+        def of_variables(variables: PyTree, rest: PyTree, microbatch: PyTree) -> PyTree:
             # A copy has variables of this trace, to which f may write.
             merged = nnx.merge(graphdef, *variables.values(), rest, copy=True)
             return f(merged, microbatch), nnx.state(merged, *filters)[-1]
@@ -177,7 +178,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
     return accumulated
 
 
-def overwrite_state(model: nnx.Module, grads: Any) -> None:
+def overwrite_state(model: nnx.Module, grads: PyTree) -> None:
     """Replaces the scaling state of a model by its gradient, in a loop without our ``Optimizer``.
 
     ``grads`` are those that ``value_and_grad`` returned for the model. An ``nnx.Optimizer`` takes the
@@ -226,7 +227,9 @@ class Optimizer(nnx.Optimizer):
     Source: ``flax.nnx.Optimizer``.
     """
 
-    def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
+    def __init__(
+        self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: nnx.filterlib.Filter = nnx.Param
+    ):
         check_optimizer(tx)
         check_model(model)
         if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
@@ -237,7 +240,7 @@ class Optimizer(nnx.Optimizer):
             )
         super().__init__(model, tx, wrt=wrt)
 
-    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
+    def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: PyTree) -> PyTree:
         """Updates the parameters as ``nnx.Optimizer``, and the scaling state as ``overwrite_state``.
 
         Optax gets the keyword arguments, such as ``grad``, ``value`` and ``value_fn`` of a line search,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import flax.core
 import flax.training.dynamic_scale
@@ -19,6 +18,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.state import check_state_dtype
 from fp8flax._core.state.tree import from_max, has_state, map_state, merge_by_max, path_str
+from fp8flax._core.types import PyTree
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
@@ -45,22 +45,22 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
 
     def value_and_grad(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., PyTree],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        axis_name: Any = None,
+        axis_name: Hashable | None = None,
     ) -> Callable[..., flax.training.dynamic_scale.DynamicScaleResult]:
         """Returns a function that returns a ``DynamicScaleResult``, with the gradients in float32.
 
         The arguments are those of Flax's method. ``axis_name`` reduces by ``fp8flax.pmean_gradients``.
         """
 
-        def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+        def scaled_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return jnp.asarray(value, jnp.float32) * self.scale, aux
 
         @functools.wraps(fun)
-        def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        def value_and_grad_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
             (value, aux), grads = value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
             grads = map_state(  # an integer has no gradient, and the dtype float0
                 lambda s: s, lambda g: g if g.dtype == float0 else g.astype(jnp.float32) / self.scale, grads
@@ -84,9 +84,9 @@ class _MergingApply:
     Two of one ``apply_fn`` are equal, so that ``jax.jit`` does not trace a step again.
     """
 
-    apply_fn: Callable[..., Any]
+    apply_fn: Callable[..., PyTree]
 
-    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return from_max(self.apply_fn(merge_by_max(variables), *args, **kwargs))
 
 
@@ -119,7 +119,7 @@ class TrainState(flax.training.train_state.TrainState):
     Source: ``flax.training.train_state.TrainState``.
     """
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:
+    def apply_gradients(self, *, grads: PyTree, **kwargs: PyTree) -> TrainState:
         """Returns the train state after one step.
 
         Args:
@@ -149,7 +149,14 @@ class TrainState(flax.training.train_state.TrainState):
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
-    def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., PyTree],
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Returns a train state at step 0.
 
         Args:
