@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.state import check_state_dtype, on_device
-from fp8flax._core.state.tree import StateTree, history_axis, path_str
+from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
 from fp8flax._linen.eval_init import eval_init
 from fp8flax._train.check import warn_if_damaged
@@ -72,36 +72,37 @@ def add_fp8_state(
     warn_if_damaged(old_state, advice, stacklevel=3)
     old = dict(jax.tree_util.tree_leaves_with_path(flax.core.unfreeze(old_state)))
     found = StateTree.of(flax.core.unfreeze(wanted[OVERWRITE_WITH_GRADIENT]))
-    paths, leaves = found.paths, found.leaves
+    paths, leaves = found.paths, list(found.leaves)
     if left_out := sorted({path_str(path[:-1]) for path in old.keys() - set(paths)}):
         warnings.warn(
             f"The model has no FP8 op for the scaling state {', '.join(left_out)}, so it is left out. To "
             "keep it, give the op the name that it has in the variables.",
             stacklevel=2,
         )
-    scales = {i for i, _ in found.pairs}
-    # The longer of two histories has one axis alone along which it can hold past amaxes.
-    longer = {j: max(old.get(paths[j], leaves[j]), leaves[j], key=lambda x: x.size) for _, j in found.pairs}
-    axes = {j: history_axis(leaves[i], longer[j]) for i, j in found.pairs}
+    scales, scale_of = {i for i, _ in found.pairs}, {j: leaves[i] for i, j in found.pairs}
     for i, (path, leaf) in enumerate(zip(paths, leaves)):
         fresh = np.full(leaf.shape, i in scales, leaf.dtype)
-        leaves[i] = _fit(path, old[path], leaf, axes.get(i)) if path in old else jax.device_put(fresh)
+        leaves[i] = _fit(path, old[path], leaf, scale_of.get(i)) if path in old else jax.device_put(fresh)
     return flax.core.copy(variables, {OVERWRITE_WITH_GRADIENT: found.treedef.unflatten(leaves)})  # type: ignore[arg-type]
 
 
-def _fit(path: KeyPath, value: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.Array:
-    """Returns the state ``value`` with the shape of ``leaf``; only the size of ``axis`` may change."""
+def _fit(
+    path: KeyPath, value: jax.Array, leaf: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None
+) -> jax.Array:
+    """Returns the state ``value`` with the shape of ``leaf``; a history, which has a scale, may grow."""
     check_state_dtype(path_str(path), value)
     if value.shape == leaf.shape:
         return value
-    differing = [i for i, sizes in enumerate(zip(value.shape, leaf.shape)) if len(set(sizes)) > 1]
-    if axis is None or len(value.shape) != len(leaf.shape) or differing != [axis]:
+    changed = [i for i, sizes in enumerate(zip(value.shape, leaf.shape)) if len(set(sizes)) > 1]
+    may_change = [] if scale is None else [[i] for i, size in enumerate(scale.shape) if size == 1]
+    if len(value.shape) != len(leaf.shape) or changed not in may_change:
         raise ValueError(
             f"The scaling state at {path_str(path)} has shape {value.shape}, but the model needs "
             f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
             "for new state call fp8flax.remove_fp8_state first."
         )
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
+    (axis,) = changed
     old, new = value.shape[axis], leaf.shape[axis]
     kept = lax.slice_in_dim(jnp.roll(on_device(value), -1, axis), max(0, old - new), old, axis=axis)
     before = [(max(0, new - old) if i == axis else 0, 0) for i in range(kept.ndim)]

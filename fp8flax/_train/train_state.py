@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import flax.core
 import flax.training.dynamic_scale
@@ -149,14 +150,7 @@ class TrainState(flax.training.train_state.TrainState):
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     @classmethod
-    def create(
-        cls,
-        *,
-        apply_fn: Callable[..., PyTree],
-        params: PyTree,
-        tx: optax.GradientTransformation,
-        **kwargs: PyTree,
-    ) -> PyTree:
+    def create(cls, *, apply_fn: Callable[..., PyTree], params: PyTree, tx: Any, **kwargs: Any) -> Any:
         """Returns a train state at step 0.
 
         Args:
