@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,35 @@ from fp8flax._core.qtensor import Dims
 from fp8flax._core.quantizers import NVFP4Quantizer, Quantizer
 from fp8flax._core.shapes import Float, Float32
 
+Number: TypeAlias = jax.Array | np.ndarray
+
 
 class Numbers(NamedTuple):
-    """Numbers that describe the quantization of one tensor in one call."""
+    """Numbers that describe the quantization of one tensor in one call, or in several calls (arrays)."""
 
-    values: Any
+    values: Number
     """Count of the finite elements that are not zero. Subnormal float32 numbers count as zero."""
-    underflowed: Any
+    underflowed: Number
     """Count of the ``values`` that FP8 rounds to zero."""
-    saturated: Any
+    saturated: Number
     """Count of the ``values`` that are clipped to the largest FP8 value."""
-    signal: Any
+    signal: Number
     """Root mean square of the ``values``."""
-    noise: Any
+    noise: Number
     """Root mean square of the quantization errors of the ``values``."""
-    nonfinite: Any
+    nonfinite: Number
     """Count of the NaN and Inf elements."""
-    amax: Any
+    amax: Number
     """The largest finite magnitude; 0 if it is subnormal."""
-    scale: Any
+    scale: Number
     """The largest scale. Scales of blocks that hold only zeros do not count, unless all blocks do so."""
-    headroom: Any
+    headroom: Number
     """The minimum, over all ``values``, of ``fp8_max * scale / abs(value)``. Below 1, a value saturates."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def numbers_of(
-    quantizer: Quantizer, dims: Dims, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
+    quantizer: Quantizer, dims: Dims, x: Float[jax.Array, "*dims"], delayed_scale: jax.Array | None = None
 ) -> Float32[jax.Array, " numbers"]:
     """Returns the ``Numbers`` of a tensor under the quantizer of one GEMM, as one array.
 

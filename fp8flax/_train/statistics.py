@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,6 +14,10 @@ from fp8flax._core.names import ROLES
 from fp8flax._core.observe import Observing, Report, collect
 from fp8flax._core.options import check_function, check_no_train_state
 from fp8flax._core.tables import table_lines
+from fp8flax._core.types import PyTree, Role
+
+Tensor: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], Role]
+"""The path of an op, the layer of a stack (``()`` for an op that is not stacked), and the role."""
 
 
 class Statistics(dict[str, dict[str, dict[str, float]]]):
@@ -30,7 +34,7 @@ class Statistics(dict[str, dict[str, dict[str, float]]]):
         return "\n".join(table_lines(header, cells))
 
 
-def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Statistics]:
+def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..., Statistics]:
     """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
     The returned function runs ``fun`` forward and backward, apart from the training step. Call it outside
@@ -89,11 +93,11 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
 
     @jax.jit
-    def gradient(variables: Any, args: Any, kwargs: Any) -> list[jax.Array]:
+    def gradient(variables: PyTree, args: PyTree, kwargs: PyTree) -> list[jax.Array]:
         found = jax.value_and_grad(fun, has_aux=has_aux, allow_int=True)(variables, *args, **kwargs)
         return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
-    def measure(variables: Any, *args: Any, **kwargs: Any) -> Statistics:
+    def measure(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Statistics:
         check_no_train_state(variables)
         reported = collect(Observing(calibrates=False), gradient, variables, args, kwargs)
         if not reported:
@@ -111,18 +115,18 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     return measure
 
 
-def _records(reports: Sequence[Report]) -> dict[Any, np.ndarray]:
-    """Returns the ``Numbers`` of each tensor, ``(records, numbers)``, by path, layer of a stack, and role.
+def _records(reports: Sequence[Report]) -> dict[Tensor, np.ndarray]:
+    """Returns the ``Numbers`` of each tensor, ``(records, numbers)``.
 
-    The layer is ``()`` for an op that is not stacked. Equal records of several devices count once.
+    Equal records of several devices count once.
     """
-    sums: dict[Any, list[np.ndarray]] = defaultdict(list)
+    sums: dict[Hashable, list[np.ndarray]] = defaultdict(list)
     for (path, place, roles), device, _, numbers in reports:
         if roles != ("output_grad",):  # a forward pass
             sums[path, place, device].append(numbers[-1])
     # A loop whose kernel stays the same calls one layer several times.
     is_stack = {key: len({x.tobytes() for x in of_calls}) > 1 for key, of_calls in sums.items()}
-    found: dict[Any, set[Any]] = defaultdict(set)
+    found: dict[Tensor, set[tuple[Any, ...]]] = defaultdict(set)
     for (path, place, roles), device, call, numbers in reports:
         if roles == ("output_grad",):
             call = int(numbers[-1].ravel()[0])
