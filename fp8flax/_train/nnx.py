@@ -30,8 +30,6 @@ class _StateGradient(OverwriteWithGradient, nnx.Param[jax.Array]):
 
 
 def _mark(grads: PyTree) -> PyTree:
-    """Returns gradients whose scaling state has the type ``_StateGradient``."""
-
     def mark(x: PyTree) -> PyTree:
         return _StateGradient(x.get_value()) if isinstance(x, OverwriteWithGradient) else x
 
@@ -87,8 +85,7 @@ def value_and_grad(
         entered_state, leave = enter(state_of({i: args[i] for i in positions}))
 
         def of_entered(*args_and_entered: PyTree) -> PyTree:
-            """Returns ``f`` of NNX's copies of the modules, while the entered state replaces theirs."""
-            *args, entered = args_and_entered
+            *args, entered = args_and_entered  # the modules are NNX's copies
             nodes = {i: args[i] for i in positions}
             before = state_of(nodes)
             set_state(nodes, entered)

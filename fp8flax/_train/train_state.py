@@ -17,8 +17,7 @@ from jax.dtypes import float0
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.state import check_state_dtype
-from fp8flax._core.state.tree import from_max, has_state, map_state, merge_by_max, path_str
+from fp8flax._core.state.tree import StateTree, from_max, has_state, map_state, merge_by_max
 from fp8flax._core.types import PyTree
 from fp8flax._train.check import checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
@@ -163,7 +162,7 @@ class TrainState(flax.training.train_state.TrainState):
         Raises:
             TypeError: scaling state in ``params`` is not float32; or ``apply_fn`` is not a function, or
                 ``tx`` not an optimizer.
-            ValueError: the optimizer would see scaling state.
+            ValueError: the optimizer would see scaling state; or a scale and its history do not fit.
         """
         if apply_fn is not None:
             check_function("apply_fn", apply_fn, "model.apply")
@@ -171,9 +170,7 @@ class TrainState(flax.training.train_state.TrainState):
         optimized = params
         if isinstance(params, Mapping) and "params" in params:
             optimized = params["params"]
-            state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-                check_state_dtype(path_str(path), leaf)
+            StateTree.of({OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)})  # checks it
         if has_state(optimized):
             raise ValueError(
                 "The optimizer would see FP8 scaling state: it has no 'params' next to it, or lies deeper. "
