@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +67,8 @@ def _is_unknown(x: object) -> bool:
 
 def _after(old: ScalingState, new: ScalingState, fits: jax.Array) -> ScalingState:
     """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
-    kept = kept_state(old, new)
-    return ScalingState(
-        jnp.where(fits, kept.scale, np.float32(np.nan)),
-        jnp.where(fits, kept.amax_history, old.amax_history),
-    )
+    marked = old._replace(scale=jnp.full_like(old.scale, np.nan))
+    return jax.tree.map(partial(jnp.where, fits), kept_state(old, new), marked)
 
 
 def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
