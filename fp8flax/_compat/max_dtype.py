@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class MaxDtype(dtypes.ExtendedDType):
     element_shape: tuple[int, ...] = ()
     """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
     type: type = _MaxScalar
+    _rules: type = _MaxDtypeRules
 
     def __repr__(self) -> str:
         return f"fp32_max_grad{list(self.element_shape) or ''}"
@@ -90,10 +92,6 @@ class MaxDtype(dtypes.ExtendedDType):
     @property
     def name(self) -> str:
         return repr(self)
-
-    @property
-    def _rules(self) -> Any:
-        return _MetaRules if self.element_shape else _MaxDtypeRules
 
     @property
     def itemsize(self) -> int:
@@ -111,7 +109,7 @@ class MaxArray(earray.EArray):
 
 # Registers the array class with JAX: its type, how it is passed to a compiled function, that it needs no
 # canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
-core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
+core.pytype_aval_mappings[MaxArray] = operator.attrgetter("aval")
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
 dtypes.register_canonicalize_value_handler(MaxArray, None)
 tree_util.dispatch_registry.register_node(
@@ -122,7 +120,7 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
 # Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer. The package does
-# not use JAX's own casts: their transposes fail, and ``_MetaRules`` does not allow them.
+# not use JAX's own casts: their transposes fail, and ``fp8_meta`` does not allow them.
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
 
@@ -138,7 +136,7 @@ _of_floats_p.def_impl(
     lambda x, dtype: MaxArray(_aval_of_floats(jax.typeof(x), dtype=dtype), jnp.asarray(x))
 )
 _to_floats_p.def_abstract_eval(lambda x: x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=_FLOAT32))
-_to_floats_p.def_impl(lambda x: x._data)
+_to_floats_p.def_impl(operator.attrgetter("_data"))
 ad.deflinear2(_of_floats_p, lambda g, x, dtype: [_to_floats_p.bind(g)])
 ad.deflinear2(_to_floats_p, lambda g, x: [of_floats(x.aval.dtype, g)])
 for _primitive in (_of_floats_p, _to_floats_p):
@@ -176,7 +174,7 @@ Example:
 """
 
 
-fp8_meta = MaxDtype((3,))
+fp8_meta = MaxDtype((3,), _rules=_MetaRules)
 """The dtype of the array that takes the place of a scale inside of a gradient (see ``state.state``).
 
 Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
