@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -16,7 +17,6 @@ from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.state.state import calibrated_state
 from fp8flax._core.state.tree import StateTree
 from fp8flax._core.types import PyTree
-from fp8flax._model.quantize_model import is_nnx
 
 
 def calibrate(
@@ -68,9 +68,8 @@ def calibrate(
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     check_function("fun", fun, "model.apply")
-    if is_nnx(variables):
-        from flax import nnx
-
+    nnx = sys.modules.get("flax.nnx")  # imported only if the user has
+    if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
         from fp8flax._nnx.ops import OverwriteWithGradient
 
         graphdef, state, *rest = nnx.split(variables, OverwriteWithGradient, ...)
