@@ -84,7 +84,7 @@ class MaxDtype(dtypes.ExtendedDType):
     element_shape: tuple[int, ...] = ()
     """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
     type: type = _MaxScalar
-    _rules: type = _MaxDtypeRules
+    _rules: Any = _MaxDtypeRules
 
     def __repr__(self) -> str:
         return f"fp32_max_grad{list(self.element_shape) or ''}"

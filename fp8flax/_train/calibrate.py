@@ -72,7 +72,7 @@ def calibrate(
     if nnx is not None and isinstance(variables, nnx.Module | nnx.State):
         from fp8flax._nnx.ops import OverwriteWithGradient
 
-        graphdef, state, *rest = nnx.split(variables, OverwriteWithGradient, ...)
+        graphdef, state, rest = nnx.split(variables, OverwriteWithGradient, ...)
 
         def of_variables(variables: PyTree, batch: PyTree) -> PyTree:
             # A copy has variables of this trace, to which fun may write.
