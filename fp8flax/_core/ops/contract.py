@@ -102,7 +102,7 @@ class Contraction:
         found: Traced,
         *,
         recipe: Recipe,
-        precision: lax.PrecisionLike = None,
+        precision: Any = None,
         **fields: Any,
     ) -> Self:
         """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
