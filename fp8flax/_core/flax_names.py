@@ -131,7 +131,7 @@ def qdq_plan(
     dot = partial(lax.dot_general, out_sharding=out_sharding)
     found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     multiply = lambda lhs, rhs: dot_general_with_precision(lhs, rhs, *arguments)  # noqa: E731
-    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of((lhs, rhs), found, recipe, multiply=multiply)
 
 
 # With a scaling state, as users call them.
