@@ -132,7 +132,7 @@ def qdq_plan(
     dot = partial(lax.dot_general, out_sharding=out_sharding)
     found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     multiply = lambda lhs, rhs: dot_general_with_precision(lhs, rhs, *arguments)  # noqa: E731
-    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of((lhs, rhs), found, recipe, multiply=multiply)
 
 
 # With a scaling state, as users call them.
@@ -343,7 +343,6 @@ def compute_amax_history(
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def dot_general_with_precision(
     lhs: Float[jax.Array, "*lhs"],
     rhs: Float[jax.Array, "*rhs"],
@@ -374,24 +373,16 @@ def dot_general_with_precision(
 
     Source: ``flax.linen.fp8_ops.dot_general_with_precision``, which ignores the last two arguments.
     """
-    precision = lax.Precision.DEFAULT if precision is None else precision
-    return lax.dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
-    )
 
+    def dot(default: lax.Precision, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        of_gemm = default if precision is None else precision
+        return lax.dot_general(lhs, rhs, dimension_numbers, of_gemm, preferred_element_type)
 
-@dot_general_with_precision.defjvp
-def _dot_general_with_precision_jvp(
-    dims: DimensionNumbers,
-    precision: lax.PrecisionLike,
-    dtype: DTypeLike | None,
-    primals: Operands,
-    tangents: Operands,
-) -> tuple[jax.Array, jax.Array]:
-    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
-    out = dot_general_with_precision(lhs, rhs, dims, precision, dtype)
-    precision = lax.Precision.HIGHEST if precision is None else precision
-    dot = partial(
-        lax.dot_general, dimension_numbers=dims, precision=precision, preferred_element_type=dtype
-    )
-    return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
+    product = jax.custom_jvp(partial(dot, lax.Precision.DEFAULT))
+
+    @product.defjvp
+    def derivative(primals: Operands, tangents: Operands) -> Operands:
+        (lhs, rhs), (lhs_dot, rhs_dot), exact = primals, tangents, partial(dot, lax.Precision.HIGHEST)
+        return product(lhs, rhs), exact(lhs_dot, rhs) + exact(lhs, rhs_dot)
+
+    return cast(jax.Array, product(lhs, rhs))

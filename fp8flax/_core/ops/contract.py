@@ -98,14 +98,7 @@ class Contraction:
 
     @classmethod
     def of(
-        cls,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        found: Traced,
-        *,
-        recipe: Recipe,
-        precision: lax.PrecisionLike = None,
-        **fields: Any,
+        cls, operands: Operands, found: Traced, recipe: Recipe, precision: Any = None, **fields: Any
     ) -> Self:
         """Returns the plan of operands, or of their shapes and dtypes; ``fields`` are the other fields."""
         out, params = found
@@ -115,8 +108,8 @@ class Contraction:
                 f"{out.dtype}."
             )
         precision = None if precision is None else params["precision"]
-        x, w, gemms = jax.typeof(lhs), jax.typeof(rhs), recipe.gemms
-        return cls(lhs=x, rhs=w, out=out, recipe=gemms, precision=precision, **fields)
+        x, w = map(jax.typeof, operands)
+        return cls(lhs=x, rhs=w, out=out, recipe=recipe.gemms, precision=precision, **fields)
 
     @property
     def function(self) -> Callable[..., jax.Array]:

@@ -99,7 +99,7 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) 
             y = lax.conv_general_dilated(lhs.astype(dtype), rhs.astype(dtype), **wide)
             return y.astype(out.dtype)
 
-    return FakeQuantized.of(lhs, rhs, found, recipe=recipe, multiply=multiply)
+    return FakeQuantized.of((lhs, rhs), found, recipe, multiply=multiply)
 
 
 class Conv(Op):

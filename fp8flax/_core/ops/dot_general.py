@@ -62,7 +62,7 @@ def dot_plan(
     dot = partial(lax.dot_general, out_sharding=out_sharding)
     found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
     dims = found[1]["dimension_numbers"]
-    return DotContraction.of(lhs, rhs, found, precision=precision, recipe=recipe, dimension_numbers=dims)
+    return DotContraction.of((lhs, rhs), found, recipe, precision, dimension_numbers=dims)
 
 
 class DotGeneral(Op):

@@ -31,11 +31,7 @@ Seen: TypeAlias = tuple[list[jax.Array], jax.Array | None]
 
 
 def observed(
-    plan: Contraction,
-    compute: Callable[..., jax.Array],
-    operands: Operands,
-    states: States,
-    scales: Scales,
+    plan: Contraction, compute: Callable[..., jax.Array], operands: Operands, states: States, scales: Scales
 ) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value

@@ -111,8 +111,7 @@ def ragged_plan(
         )
     dot = lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type)  # noqa: E731
     found = traced(dot, lhs, rhs, group_sizes)
-    options = {"precision": precision, "recipe": recipe, "group_sizes": group_sizes}
-    return RaggedContraction.of(lhs, rhs, found, **options)
+    return RaggedContraction.of((lhs, rhs), found, recipe, precision, group_sizes=group_sizes)
 
 
 class RaggedDot(Op):
