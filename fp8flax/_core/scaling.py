@@ -168,7 +168,10 @@ def compute_amax_history(
 
     Args:
         x: a floating-point array of any shape.
-        amax_history: past amaxes, shape ``(length,)``, float32; so is the result.
+        amax_history: past amaxes, shape ``(length,)``, float32.
+
+    Returns:
+        The new history, shape and dtype of ``amax_history``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
