@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partialmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
+from fp8flax._compat.jaxprs import Operands, Params, Primitive, Program, Results
 from fp8flax._compat.stand_in import refuse_stand_ins
+
+Trace: TypeAlias = core.Trace
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 """A reference to the current trace, if it is a front trace.
@@ -47,21 +50,21 @@ class FrontTrace(core.Trace):
         self.behind = core.trace_ctx.trace
         self.requires_low, self._weakref = self.behind.requires_low, self.behind._weakref
 
-    def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    def compute(self, primitive: Primitive, operands: Operands, params: Params) -> Results:
         """Returns the result of a primitive, as the trace behind computes it."""
         refuse_stand_ins(operands)
         return self.behind.process_primitive(primitive, operands, params)
 
-    def open(self, program: Any, operands: Sequence[Any]) -> Any:
+    def open(self, program: Program, operands: Operands) -> Operands:
         """Computes a jaxpr, closed or not, primitive by primitive, and sees each primitive."""
         jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
         with core.set_current_trace(self):  # JAX has no current trace while a primitive is processed
             return core.eval_jaxpr(jaxpr, consts, *operands)
 
-    def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
+    def process_primitive(self, primitive: Primitive, operands: Operands, params: Params, /) -> Results:
         return self.handler.on_primitive(self, primitive, operands, params)
 
-    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Operands:
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]
@@ -98,7 +101,7 @@ def current_handler() -> Any:
     return trace.handler if isinstance(trace, FrontTrace) else None
 
 
-def trace_behind() -> Any:
+def trace_behind() -> Trace:
     """Returns the current trace of JAX, or the trace behind it if it is a ``FrontTrace``."""
     trace = core.trace_ctx.trace
     while isinstance(trace, FrontTrace):
@@ -107,7 +110,7 @@ def trace_behind() -> Any:
 
 
 @contextlib.contextmanager
-def running_in(trace: Any) -> Iterator[None]:
+def running_in(trace: Trace) -> Iterator[None]:
     """A context in which this trace is the current one."""
     before = _KEY.swap_local(weakref.ref(trace) if isinstance(trace, FrontTrace) else None)
     try:

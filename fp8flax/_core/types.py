@@ -6,6 +6,9 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
 
+Path: TypeAlias = tuple[str, ...]
+"""The names on the way to a module or an array, from the outermost module."""
+
 PyTree: TypeAlias = Any
 """A tree of arrays, as ``jax.tree`` knows them."""
 

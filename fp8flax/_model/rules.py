@@ -15,6 +15,7 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._core.types import Path
 
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
@@ -43,7 +44,7 @@ DEFAULT = "default"
 class Site(NamedTuple):
     """A contraction in a model, and the decision of the rules about it."""
 
-    path: tuple[str, ...]
+    path: Path
     """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""
@@ -73,6 +74,8 @@ class Site(NamedTuple):
     """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
     recipe: Recipe | None = None
     """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
+    form: str | None = None
+    """The form of a conversion; None for an op without this option."""
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
@@ -129,10 +132,6 @@ class Rules:
                     f"{text}: {error}."
                 ) from error
 
-    def options_of(self, op: type[Op]) -> dict[str, Any]:
-        """Returns the options of an op that the rules convert to, beside its recipe."""
-        return {"form": self.form} if len(op.plans) > 1 else {}
-
     def _in_order(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields the description, the pattern or callable, and the outcome of each rule in order."""
         for pattern in self.exclude:
@@ -169,7 +168,8 @@ class Rules:
                     f"quantize_model(model, exclude={site.place!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
+            form = self.form if len(site.op.plans) > 1 else None
+            return site._replace(converts=True, recipe=outcome, form=form, reason=by, pattern=text)
         return site._replace(reason="not included")
 
     def _why_not(self, site: Site, is_default: bool) -> str | None:

@@ -1,8 +1,8 @@
 """Defects of ``flax.linen.fp8_ops`` (0.12.8) that this package must not have, by their numbers.
 
-Each test names what happens there. Rows 1 to 3 are in ``test_transformations``, 6 in ``test_flax_names``, 9
-and 10 in ``test_train``, 11 in ``test_calibrate``, 14 and 15 in ``test_modules``, 17 in ``test_gpu_program``,
-and 18 in ``test_dot_general``.
+Each test names what happens there. Rows 1 to 3 are in ``test_transformations``, 6 in ``test_flax_names``,
+9 and 10 in ``test_train``, 11 in ``test_calibrate``, 14 and 15 in ``test_modules``, 17 in
+``test_gpu_program``, and 18 in ``test_dot_general``.
 """
 
 from functools import partial

@@ -1,0 +1,155 @@
+"""Whole Linen models: ``quantize`` and ``report``.
+
+A converted model has a subclass of its class. Its methods begin a ``Call``, in which all methods below run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial, wraps
+from typing import Any, TypeAlias, cast
+
+import flax.linen as nn
+import jax
+
+from fp8flax._compat.flax_internals import call_of, in_call, running
+from fp8flax._compat.jaxprs import Program
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.options import wrong_model
+from fp8flax._core.types import PyTree
+from fp8flax._linen.eval_init import eval_init, program_of
+from fp8flax._model.converted_call import Call, CountingCall
+from fp8flax._model.report import ModelReport, report_of
+from fp8flax._model.rules import Rules, Site
+from fp8flax._model.subclasses import subclass_of
+
+Method: TypeAlias = Callable[..., PyTree] | str | None
+
+
+def quantize(model: object, rules: Rules) -> nn.Module:
+    """Returns a Linen model that computes in FP8; see ``fp8flax.quantize_model``."""
+    if not isinstance(model, nn.Module):
+        more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
+    if model.scope is not None:
+        raise ValueError(
+            f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "
+            "first, then bind the result: quantize_model(model).bind(variables)."
+        )
+    if hasattr(model, "_fp8_rules"):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
+            "made from, with all rules at once."
+        )
+    return convert(model, rules, Call)
+
+
+def report(model: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> ModelReport:
+    """Returns the report of a converted Linen model; see ``fp8flax.report``."""
+    if getattr(model, "_fp8_make_call", None) is not Call:
+        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
+    decided: dict[Hashable, Site] = {}
+    counted = convert(model, model._fp8_rules, partial(CountingCall, counted=decided))
+    shapes = eval_init(counted, args, kwargs)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
+
+
+def convert(model: nn.Module, rules: Rules, make_call: Callable[[nn.Module], Call]) -> nn.Module:
+    """Returns a model that computes in the calls that ``make_call(model)`` returns.
+
+    It has the attributes of an unbound model, also those that its ``__init__`` has set.
+    """
+    cls = getattr(model, "_fp8_base", type(model))
+    new = object.__new__(subclass_of(cls, _converted_class, rules, make_call))
+    fresh = model.clone(parent=None)  # has an identity of its own
+    vars(new).update({**vars(model), **vars(fresh)})
+    return cast(nn.Module, new)
+
+
+def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[nn.Module], Call]) -> type:
+    """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    body = {
+        # A dataclass would make new ones, but a decorator may have wrapped those of the model.
+        "__init__": cls.__init__,
+        "__hash__": cls.__hash__,
+        "__eq__": lambda self, other: type(other) is type(self) and cls.__eq__(self, other),
+        "_fp8_rules": rules,
+        "_fp8_make_call": staticmethod(make_call),
+        **{
+            name: _in_call(method)
+            for name, method in methods.items()
+            if name != "setup" and callable(method) and hasattr(method, "method_handler_wrapped")
+        },
+    }
+    return type(cls.__name__, (_Converted, cls), body)
+
+
+def _in_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
+
+    @wraps(method, updated=())
+    def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        call = call_of(self.scope)
+        # A frozen model inside of a converted one makes a call of its own.
+        if self.scope is None or (call and (call.cls is type(self) or self._fp8_make_call is Call)):
+            return method(self, *args, **kwargs)
+        call = self._fp8_make_call(self)
+
+        def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            with call.in_frame(module, None):
+                return method(module, *args, **kwargs)
+
+        run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
+        collections = PARAMS, OVERWRITE_WITH_GRADIENT
+        mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
+        # The interception is also around setup, which Linen runs before the method.
+        with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
+            try:
+                result = mapped(self, *args, **kwargs)
+            except AssertionError as error:  # nn.scan does not say what is wrong
+                error.add_note(
+                    "Scaling state is stacked as parameters are. Stack them along axis 0, 1 or -1."
+                )
+                raise
+        if call.is_init and getattr(method, "__name__", "") == "__call__":
+            call.rules.check(call.decided.values(), has_ops=call.has_ops)
+        return result
+
+    return nn.nowrap(begin)
+
+
+class _Converted:
+    """The methods of converted models in addition to those of their class."""
+
+    def apply(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
+        return super().apply(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
+
+    def init_with_output(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
+        return super().init_with_output(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
+
+
+def _as_method(method: Method) -> Callable[..., PyTree]:
+    """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
+    name = method or "__call__"
+    if not isinstance(name, str):
+        return _in_call(getattr(name, "__func__", name))
+
+    def call(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return getattr(bound, name)(*args, **kwargs)  # perhaps a submodule, or not a method of Linen
+
+    call.__name__ = name
+    return _in_call(call)
+
+
+def trace_apply(
+    model: nn.Module, shapes: PyTree, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> Program:
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    mutable = sorted({*shapes} - {PARAMS, OVERWRITE_WITH_GRADIENT})
+
+    def apply(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
+
+    return program_of(apply, shapes, args, kwargs)
