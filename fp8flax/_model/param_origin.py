@@ -60,6 +60,9 @@ class Origin(NamedTuple):
     note: str = ""
     """What the value is, if it can be no kernel although no input of the model is in it."""
 
+    def __hash__(self) -> int:
+        return hash((self.sources, self.part, self.axes))  # the steps hold dicts
+
     @property
     def text(self) -> str:
         """What a value is that is computed from the value in any way; empty for numbers and inputs."""

@@ -16,15 +16,15 @@ from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
-from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
-from fp8flax._serve.freeze import IS_FROZEN, Calls
 from fp8flax._serve.stored_op import (
     INPUT_SCALE,
+    Arrays,
+    Calls,
     Path,
     Reading,
     SeenOp,
@@ -108,14 +108,17 @@ class FrozenOp(nnx.Module):
         return computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
-def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
+def is_frozen(model: nnx.Module) -> bool:
+    """Returns whether ``freeze`` returned the model."""
+    return bool(nodes_of(model, FrozenOp))
+
+
+def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Arrays]:
     """Returns the ops of a frozen model, and its arrays as parameters; see ``_serve.freeze``."""
     if variables is not None:
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
         )
-    if not nodes_of(model, FrozenOp):
-        raise wrong_model(model, "come from fp8flax.freeze")
     ops, stored = list[ServedOp](), {id(x): path for path, x in nodes_of(model, Frozen).items()}
     for (*module, name), parent, op in _ops_of(model, FrozenOp | Fp8Op):
         path = *module, name
@@ -132,8 +135,6 @@ def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[P
 
 def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
-    if nodes_of(model, FrozenOp):
-        raise ValueError(IS_FROZEN)
     copy: Any = nnx.clone(model)
     seen, read = _traced(model, calls)
     sites = {path: (module, op) for path, module, op in _ops_of(copy, Fp8Op)}

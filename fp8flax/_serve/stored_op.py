@@ -25,12 +25,13 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
 from fp8flax._core.ops.op import MissingStateError, Op
-from fp8flax._core.ops.stored import as_stored, packed_kernel
+from fp8flax._core.ops.stored import StoredContraction, as_stored, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import scale_of
 from fp8flax._core.state.tree import Places, flatten, path_names
+from fp8flax._core.types import PyTree
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
 from fp8flax._model.param_origin import MOVEMENTS, Origin
@@ -38,6 +39,8 @@ from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""The positional and the keyword inputs of a call of each method to trace, by the method's name."""
 Groups = tuple[tuple[int, ...], ...]
 """Groups of dimensions of an array, counted without those that stack layers."""
 
@@ -100,7 +103,7 @@ class Reading(Interception):
         return super().compute(front, primitive, operands, params)
 
 
-def leaves_of(tree: Any) -> Arrays:
+def leaves_of(tree: PyTree) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
     return {path_names(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
@@ -121,11 +124,21 @@ def record(
     return found.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
+class Group(NamedTuple):
+    """Ops that multiply by one kernel in the same way, and share its codes; most are alone."""
+
+    op: SeenOp
+    """The first of them."""
+    plan: StoredContraction | None
+    """Its plan; None for a convolution."""
+    paths: list[Path]
+
+
 def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
-    params: Mapping[Path, Any],
-    state: Any,
+    params: Mapping[Path, jax.Array],
+    state: PyTree,
     weight_only: bool,
     unseen: Collection[Path],
     *,
@@ -143,57 +156,44 @@ def freeze_ops(
             "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
             "freeze outside of autocast(enabled=False)."
         )
-    advice = "The frozen scales are computed from it. Call calibrate before freeze."
-    warn_if_damaged(state, advice, stacklevel=5)
     if weight_only:
         seen = {path: op._replace(gemms=WEIGHT_ONLY) for path, op in seen.items()}
-    known, fresh = _known_scales(seen, state)
-    groups = _groups(seen, may_share)
-    uses = Counter([*read, *(x.path for first, *_ in groups for x in seen[first].kernel.sources)])
-    ops, codes, scales = dict[Path, ServedOp](), Arrays(), Arrays()
-    wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
-    for group, plan in groups.items():
-        for path in group:
-            ops[path] = ServedOp(path, CustomRecipe() if weight_only else seen[path].gemms)
-        found = seen[group[0]]
-        if found.gemms.forward.rhs is None or not found.kernel.sources:
-            continue
-        kernel = found.kernel.sources[0].path
-        stacks = _stacks(found, params[kernel], known[group[0]])
-        if reason := _why_wide(found, plan, uses[kernel], stacks):
-            wide |= {source.path: reason for source in found.kernel.sources}
-            continue
-        (stack,) = stacks
-        of_each = [known[path].pop(KERNEL_SCALE) for path in group if KERNEL_SCALE in known[path]]
-        scale = functools.reduce(jnp.maximum, of_each) if of_each else None
-        codes[kernel], of_kernel = _stored(found.kernel, plan, params[kernel], stack, scale)
-        layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
-        for path in group:
-            own = known[path] | of_kernel
-            scales |= {(*path, name): x for name, x in own.items()}
-            ops[path] = ServedOp(path, seen[path].gemms, tuple(own), kernel, layout, dtype, stack)
+    delayed, groups = _delayed_scales(seen, state), _groups(seen, may_share)
+    uses = Counter([*read, *(x.path for group in groups for x in group.op.kernel.sources)])
+    kernels = [_stored(group, params, delayed, uses) for group in groups]
+    reasons = {
+        source.path: kernel
+        for group, kernel in zip(groups, kernels)
+        for source in group.op.kernel.sources
+        if isinstance(kernel, str)
+    }
+    wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced") | reasons
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call calibrate before freeze.",
-            stacklevel=4,
-        )
-    return [*ops.values()], codes, scales
+    ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
+    for group, kernel in zip(groups, kernels):
+        for path in group.paths:
+            if kernel is None or isinstance(kernel, str):
+                ops.append(ServedOp(path, CustomRecipe() if weight_only else seen[path].gemms))
+            else:
+                op, codes[op.kernel], of_kernel = kernel
+                own = delayed[path] | of_kernel
+                ops.append(op._replace(path=path, gemms=seen[path].gemms, scales=tuple(own)))
+                scales |= {(*path, name): x for name, x in own.items()}
+    return ops, codes, scales
 
 
-def _known_scales(
-    seen: Mapping[Path, SeenOp], state: Any
-) -> tuple[dict[Path, dict[str, jax.Array]], list[str]]:
-    """Returns the delayed scales of each op, and the places of those that have seen no data."""
+def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, dict[str, jax.Array]]:
+    """Returns the delayed scales of each op by their names; warns about those that have seen no data."""
+    advice = "The frozen scales are computed from it. Call calibrate before freeze."
+    warn_if_damaged(state, advice, stacklevel=6)
     paths, leaves, _ = flatten(state)
     places = Places.of(paths, leaves)
     states = dict(zip((path_names(paths[i]) for i, _ in places.pairs), places.states(leaves)))
-    known, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
-    for path, found in seen.items():
-        gemm = found.gemms.forward
+    scales, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
+    for path, op in seen.items():
+        gemm = op.gemms.forward
         for name, quantizer in {INPUT_SCALE: gemm.lhs, KERNEL_SCALE: gemm.rhs}.items():
             if not isinstance(quantizer, DelayedQuantizer):
                 continue
@@ -204,74 +204,103 @@ def _known_scales(
                     "needs the scales that training or fp8flax.calibrate left, or fresh ones from "
                     "fp8flax.add_fp8_state, or in NNX from a new op."
                 )
-            known[path][name] = scale_of(quantizer, states[place])[..., None]
+            scales[path][name] = scale_of(quantizer, states[place])[..., None]
             history = states[place].amax_history
             if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
                 fresh.append("/".join(place))
-    return known, fresh
+    if fresh:
+        warnings.warn(
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            "from sample batches, call calibrate before freeze.",
+            stacklevel=5,
+        )
+    return scales
 
 
-def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ...], Any]:
-    """Returns the plans of ops by the paths of those that multiply by the same values in one orientation.
-
-    The plan of a convolution is None.
-    """
-    plans, keys = dict[Path, Any](), dict[Path, Any]()
+def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> list[Group]:
+    """Returns the ops in groups that multiply by the same values in one orientation."""
+    groups = dict[Any, Group]()
     for path, op in seen.items():
         plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
-        dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
-        plans[path] = plan
-        keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
-    groups = (tuple(one for one in keys if keys[one] == key) for key in keys.values())
-    return {group: plans[group[0]] for group in groups}
+        dims = plan and tuple(of_kernel for _, of_kernel in plan.dimension_numbers)
+        key = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
+        groups.setdefault(key, Group(op, plan, [])).paths.append(path)
+    return [*groups.values()]
 
 
-def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
-    """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
+def _stored(
+    group: Group,
+    params: Mapping[Path, jax.Array],
+    delayed: Mapping[Path, Mapping[str, jax.Array]],
+    uses: Mapping[Path, int],
+) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]] | str | None:
+    """Returns what the ops of a group have in common, and the codes and the scales of their kernel.
+
+    If the kernel stays wide, returns the reason; None if it is not quantized, or no parameter.
+    """
+    op, plan, quantizer = group.op, group.plan, group.op.gemms.forward.rhs
+    if quantizer is None or not op.kernel.sources:
+        return None
     if plan is None:
         return "it is the kernel of a convolution"
-    if not found.kernel.is_whole_parameter:
+    if not op.kernel.is_whole_parameter:
         return "its matmul does not multiply by this parameter as a whole"
-    if num_uses > 1:
+    source = op.kernel.sources[0]
+    if uses[source.path] > 1:
         return "something else reads it, or changes it"
-    if isinstance(quantizer := plan.recipe.forward.rhs, NVFP4Quantizer):
+    if isinstance(quantizer, NVFP4Quantizer):
         if quantizer.rotation or quantizer.stochastic_rounding:
             return "its recipe rotates it, or rounds it at random"
         (contract, _), _ = plan.dimension_numbers
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
-    unclear = "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
-    return None if len(stacks) == 1 else unclear
+    parameter = params[source.path]
+    stacks = _stacks(op, parameter.shape, [x.shape for x in delayed[group.paths[0]].values()])
+    if len(stacks) != 1:
+        return "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
+    (stack,) = stacks
+    scales = [delayed[path][KERNEL_SCALE] for path in group.paths if KERNEL_SCALE in delayed[path]]
+    # Without its path: equal layers have one program.
+    kernel = op.kernel._replace(sources=(source._replace(path=()),))
+    is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
+    # The codes are on the devices of the parameter, if there are several.
+    is_on_several = is_known and len(parameter.sharding.device_set) > 1
+    places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
+    quantize = jax.jit(_quantized, static_argnums=(0, 1, 2), **places)
+    scale = functools.reduce(jnp.maximum, scales) if scales else None
+    codes, of_kernel = quantize(kernel, plan, stack, parameter, scale)
+    layout, dtype = _layout(kernel, plan, stack), jnp.result_type(parameter)
+    return ServedOp((), op.gemms, (), source.path, layout, dtype, stack), codes, of_kernel
 
 
-def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> list[tuple[int, ...]]:
+def _stacks(op: SeenOp, whole: tuple[int, ...], scales: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility.
 
-    ``known`` are the scales of the layers, which must be stacked in the same order.
+    ``whole`` is the shape of the parameter, and ``scales`` are the shapes of the delayed scales, which must
+    be stacked in the same order.
     """
-    whole, part = parameter.shape, tuple(found.kernel.sources[0].shape)
-    experts = part[:1] if found.row.is_stack else ()  # their kernels have a scale each
+    part = tuple(op.kernel.sources[0].shape)
+    experts = part[:1] if op.row.is_stack else ()  # their kernels have a scale each
 
     def fits(stack: tuple[int, ...]) -> bool:
         sizes = tuple(whole[i] for i in stack)
         is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
-        return is_rest and all(x.shape[:-1] in (sizes, (*sizes, *experts)) for x in known.values())
+        return is_rest and all(shape[:-1] in (sizes, (*sizes, *experts)) for shape in scales)
 
     choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [stack for stack in choices if found.stacked in (None, stack) and fits(stack)]
+    return [stack for stack in choices if op.stacked in (None, stack) and fits(stack)]
 
 
-def _stored(
-    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], scale: jax.Array | None
+def _quantized(
+    origin: Origin, plan: StoredContraction, stack: tuple[int, ...], parameter: jax.Array, scale: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the codes of a kernel in the places of its parameter, and its scales.
 
     ``scale`` is the scale that the scaling state determines, if it does.
     """
 
-    def of_one(parameter: jax.Array, scale: jax.Array | None) -> Any:
-        kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
-        packed = packed_kernel(plan, kernel, scale)
+    def of_one(parameter: jax.Array, scale: Any) -> Any:
+        packed = packed_kernel(plan, origin.rebuild(parameter).astype(plan.rhs.dtype), scale)
         scales = {KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
@@ -280,15 +309,11 @@ def _stored(
 
     for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=(axis - i, 0))
-    is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
-    # The codes are on the devices of the parameter, if there are several.
-    is_on_several = is_known and len(parameter.sharding.device_set) > 1
-    places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    codes, scales = jax.jit(of_one, **places)(parameter, scale)
+    codes, scales = of_one(parameter, scale)
     return codes, scales
 
 
-def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
+def _layout(kernel: Origin, plan: StoredContraction, stack: tuple[int, ...]) -> Groups | None:
     """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
+from fp8flax._serve import stored_op
 from tests import reference
 from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
@@ -101,6 +102,15 @@ def test_the_codes_are_those_of_the_newest_scale():
     np.testing.assert_allclose(
         served["Fp8DotGeneralOp_0"]["input_scale"], [np.abs(x).max() / 448], rtol=1e-6
     )
+
+
+def test_equal_layers_have_one_program(monkeypatch):
+    """The codes of all kernels of a shape are computed by one compiled program."""
+    traced, x, pack = [], normal(0, 2, 24), stored_op.packed_kernel
+    model8, variables = trained(nn.Sequential([nn.Dense(24) for _ in range(3)]), x)
+    monkeypatch.setattr(stored_op, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
+    fp8.freeze(model8, variables, x)
+    assert len(traced) == 1
 
 
 @pytest.mark.optimized
