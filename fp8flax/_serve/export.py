@@ -203,7 +203,7 @@ def _tensors_of(
     for path, (own_name, groups, array) in sorted(in_file.items()):
         name, place = new_names[own_name], "/".join(path)
         if groups:
-            array = _merged(array, groups)
+            array = merged(array, groups)
             if array.dtype == jnp.float4_e2m1fn:
                 array = _packed(array)
             elif path[-1] == KERNEL_TENSOR_SCALE:
@@ -263,7 +263,7 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, 
     return {path: (*found[path], x) for path, x in repeated.items()}
 
 
-def _merged(x: Any, groups: Groups) -> Any:
+def merged(x: Any, groups: Groups) -> Any:
     """Returns an array with each group of its last dimensions merged to one dimension."""
     num_kept = x.ndim - sum(map(len, groups))
     if num_kept < 0:  # a bias that all features share
@@ -276,6 +276,13 @@ def _merged(x: Any, groups: Groups) -> Any:
     if kept != list(spec):  # JAX merges no sharded dimension into the one before
         x = jax.sharding.reshard(x, PartitionSpec(*kept))
     return x.reshape(shape)
+
+
+def unmerged(x: np.ndarray, groups: Groups, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the array of this shape that ``merged`` returned ``x`` for."""
+    num_kept = len(shape) - sum(map(len, groups))
+    order = (*range(num_kept), *(num_kept + i for group in groups for i in group))
+    return x.reshape([shape[i] for i in order]).transpose(np.argsort(order))
 
 
 def _packed(codes: Any) -> Any:

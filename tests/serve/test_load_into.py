@@ -187,7 +187,10 @@ def test_stacks_that_are_refused():
 
 @pytest.mark.parametrize(
     ("equation", "recipe"),
-    [("bi,oi->bo", "axiswise"), ("bi,hio->bho", "block128"), ("bi,iho->bho", "axiswise")],
+    [
+        *(("bi,oi->bo", "axiswise"), ("bi,iho->bho", "axiswise")),
+        *(("bi,hio->bho", recipe) for recipe in ("block128", "axiswise", "delayed")),
+    ],
 )
 def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     """A kernel is ``(out, in)`` in the file, in whatever order its equation has the dimensions."""
@@ -205,11 +208,14 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     weight, kernel = checkpoint["layer.weight"], np.asarray(served["params"]["layer"]["kernel"])
     order = {"oi": (0, 1), "hio": (0, 2, 1), "iho": (1, 2, 0)}[equation[3:].partition("->")[0]]
     np.testing.assert_array_equal(weight.codes, kernel.transpose(order).reshape(96, 64))
-    if equation == "bi,iho->bho":  # the summed dimension is first, as in the layers of Flax
-        assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    else:
+    if equation == "bi,oi->bo":  # Flax sums over the first dimensions, so the shape does not fit
         with pytest.raises(ValueError, match="does not become"):
             fp8.load_into(variables, checkpoint)
+        return
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    expected = weight.dequantize().reshape([kernel.shape[i] for i in order]).transpose(np.argsort(order))
+    loaded = fp8.load_into(variables, checkpoint)["params"]["layer"]["kernel"]
+    np.testing.assert_array_equal(loaded, expected)
 
 
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
