@@ -316,10 +316,13 @@ def _quantized(
 def _layout(kernel: Origin, plan: StoredContraction, stack: tuple[int, ...]) -> Groups | None:
     """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
+    in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
-    summed = tuple(i - len(batch) for i in summed)
-    out = tuple(i for i in range(len(plan.rhs.shape) - len(batch)) if i not in summed)
-    return (out, summed) if are_first and kernel.is_one_parameter else None
+    # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
+    is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
+    out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
+    groups = tuple(tuple(i - len(batch) for i in group) for group in (out, in_order))
+    return groups if are_first and is_in_order and kernel.is_one_parameter else None
 
 
 def as_bytes(codes: jax.Array) -> jax.Array:

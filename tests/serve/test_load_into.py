@@ -218,6 +218,28 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     np.testing.assert_array_equal(loaded, expected)
 
 
+@pytest.mark.parametrize(("recipe", "name"), [("delayed", "weight"), ("block128", "kernel")])
+def test_einsums_that_sum_over_several_dimensions(recipe, name, tmp_path):
+    """The file has them in the order of the kernel; ``jnp.einsum`` sums over them in alphabetical order."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Einsum((4, 16, 96), "bhd,hdo->bo", use_bias=False, name="layer")(x.reshape(-1, 4, 16))
+
+    model8, variables = trained(Own(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables, X)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    kernel = np.asarray(served["params"]["layer"]["kernel"])
+    if name == "weight":
+        kernel = kernel.reshape(64, 96).T
+        np.testing.assert_array_equal(checkpoint["layer.weight"].codes, kernel)
+    else:  # blocks are in the order of the einsum
+        np.testing.assert_array_equal(checkpoint["layer.kernel"], kernel)
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+
+
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
     """A kernel that the model transposes is in the file as in the model, and so is its scale."""
 
