@@ -22,7 +22,7 @@ from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import BlockQuantizer, DelayedQuantizer, NVFP4Quantizer
 from fp8flax._serve.checkpoints import BESIDE, DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -287,7 +287,13 @@ def unmerged(x: np.ndarray, groups: Groups, shape: tuple[int, ...]) -> np.ndarra
 
 def _packed(codes: Any) -> Any:
     """Returns 4-bit codes of NumPy or JAX in uint8, two neighbors in a byte, the first in its low bits."""
-    bits = codes.view(np.uint8) if isinstance(codes, np.ndarray) else as_bytes(codes)
+    if isinstance(codes, np.ndarray):
+        bits: Any = codes.view(np.uint8)
+    else:  # XLA for CPUs fails to compile some programs with bitcast_convert_type of 4-bit codes
+        x = codes.astype(jnp.float32)
+        size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, whose bits are their ranks, 0 to 7
+        rank = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
+        bits = jnp.where(jnp.signbit(x), rank + 8, rank).astype(jnp.uint8)
     pairs = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
 

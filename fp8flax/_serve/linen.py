@@ -29,17 +29,16 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
-from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import (
+    WEIGHT_ONLY,
     Arrays,
     Calls,
     Path,
     Reading,
     SeenOp,
     ServedOp,
-    check_codes,
     computed,
     freeze_ops,
     leaves_of,
@@ -82,8 +81,9 @@ def freeze(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            found = SeenOp(op.row, recipe.gemms, self.origins.of(operands[1]) or Origin())
-            return record(seen, op.path, found, *operands, **keywords)
+            gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+            kernel = self.origins.of(operands[1])
+            return record(seen, op.path, op.row, gemms, kernel, None, *operands, **keywords)
 
     recording = convert(model, rules, RecordingCall)
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
@@ -98,7 +98,7 @@ def freeze(
         read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
     unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
-    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only, unseen)
+    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
     params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
@@ -199,7 +199,6 @@ class ServingCall(Reading, Call):
         for op in self._ops.values():
             if op.kernel in given:
                 codes = given[op.kernel]
-                check_codes(codes.dtype)
                 stored[op.kernel] = StoredKernel(codes, codes.dtype, op.dtype, op.kernel)
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         # The only parameters of an op are its scales.

@@ -19,10 +19,10 @@ from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
-from fp8flax._model.param_origin import Origin
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve.stored_op import (
     INPUT_SCALE,
+    WEIGHT_ONLY,
     Arrays,
     Calls,
     Path,
@@ -88,10 +88,8 @@ class ServingCall(Reading, ModuleCall):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: type[Op], served: ServedOp, kernel: Path, scales: Mapping[str, Frozen]):
+    def __init__(self, row: type[Op], served: ServedOp, scales: Mapping[str, Frozen]):
         self.row, self.served = row, served
-        self.kernel = kernel
-        """The path of its kernel in the module that has the op; if it is elsewhere, in the frozen model."""
         for name, scale in scales.items():
             setattr(self, name, scale)
 
@@ -120,15 +118,16 @@ def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Array
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
         )
     ops, stored = list[ServedOp](), {id(x): path for path, x in nodes_of(model, Frozen).items()}
-    for (*module, name), parent, op in _ops_of(model, FrozenOp | Fp8Op):
-        path = *module, name
-        if isinstance(op, FrozenOp):
-            # The first op of a shared kernel has it; the paths of the others are not among the arrays.
-            own = nodes_of(parent, Frozen).get(op.kernel)
-            kernel = op.kernel if own is None else stored.pop(id(own), (*module, *op.kernel))
-            ops.append(op.served._replace(path=path, kernel=kernel))
-        else:  # of a wide kernel
+    for path, parent, op in _ops_of(model, FrozenOp | Fp8Op):
+        if isinstance(op, Fp8Op):  # of a wide kernel
             ops.append(ServedOp(path, op.recipe.gemms))
+            continue
+        kernel = op.served.kernel
+        for place, x in nodes_of(parent, Frozen).items():
+            if getattr(x.get_metadata().get("on_get_value"), "source", None) == op.served.kernel:
+                # The first op of a shared kernel has it; the paths of the others are not among the arrays.
+                kernel = stored.pop(id(x), (*path[:-1], *place))
+        ops.append(op.served._replace(path=path, kernel=kernel))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, OverwriteWithGradient)))
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
@@ -136,13 +135,13 @@ def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Array
 def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     copy: Any = nnx.clone(model)
-    seen, read = _traced(model, calls)
+    seen, read = _traced(model, calls, weight_only)
     sites = {path: (module, op) for path, module, op in _ops_of(copy, Fp8Op)}
     variables, present = nodes_of(copy, nnx.Variable), nodes_of(copy, Fp8Op)
     params = {path: x.get_raw_value() for path, x in variables.items()}
     state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
     unseen = present.keys() - seen
-    ops, codes, scales = freeze_ops(seen, read, params, state, weight_only, unseen, may_share=True)
+    ops, codes, scales = freeze_ops(seen, read, params, state, unseen, may_share=True)
     for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
         # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
@@ -156,14 +155,11 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     made = dict[tuple[Path, str], Frozen]()
     for served in ops:
         if served.kernel is not None:
-            module, op = sites[served.path]
-            places = {id(x): path for path, x in nodes_of(module, Frozen).items()}
-            kernel, own = places.get(id(variables[served.kernel]), served.kernel), {}
+            (module, op), own = sites[served.path], {}
             for name in served.scales:
                 owner = served.path if name == INPUT_SCALE else served.kernel
                 own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
-            frozen = FrozenOp(op.row, served, kernel, own)
-            setattr(module, served.path[-1], nnx.data(frozen))
+            setattr(module, served.path[-1], nnx.data(FrozenOp(op.row, served, own)))
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
@@ -183,7 +179,7 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
                 yield (*path, name), module, op
 
 
-def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(model: Any, calls: Calls, weight_only: bool) -> tuple[dict[Path, SeenOp], set[Path]]:
     """Traces a copy of a model.
 
     Returns the ops that run, and the parameters that anything else reads or changes.
@@ -202,15 +198,15 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
 
     def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
         lhs, rhs = _values((lhs, rhs))
-        origin, stack = Origin(), None
+        kernel, stack = None, None
         for call in running:  # the last is the innermost
             if (known := call.origins.of(rhs)) is not None:
                 sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
-                origin = known._replace(sources=tuple(sources))
+                kernel = known._replace(sources=tuple(sources))
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
-            return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
+            return record(seen, path, op.row, gemms, kernel, stack, lhs, rhs, *rest, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         read.add(variable.fp8_path)
@@ -219,7 +215,8 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     copy: Any = nnx.clone(model)
     for path, module, op in [*_ops_of(copy, Fp8Op)]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-            run = calling(op.row, partial(on_op, path, op, recipe.gemms))
+            gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+            run = calling(op.row, partial(on_op, path, op, gemms))
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)

@@ -55,12 +55,12 @@ class SeenOp(NamedTuple):
 
     row: type[Op]
     gemms: CustomRecipe
+    plan: StoredContraction | None
+    """The plan of the op; None for a convolution."""
     kernel: Origin
     """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
-    stacked: tuple[int, ...] | None = None
+    stacked: tuple[int, ...] | None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
-    arguments: tuple[Any, ...] = ()
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
 
 
 class ServedOp(NamedTuple):
@@ -112,26 +112,33 @@ def leaves_of(tree: PyTree) -> dict[Path, Any]:
 
 
 def record(
-    seen: dict[Path, SeenOp], path: Path, found: SeenOp, *arguments: Any, **keywords: Any
+    seen: dict[Path, SeenOp],
+    path: Path,
+    row: type[Op],
+    gemms: CustomRecipe,
+    kernel: Origin | None,
+    stacked: tuple[int, ...] | None,
+    *arguments: Any,
+    **keywords: Any,
 ) -> jax.Array:
     """Records an op that runs in a trace; the result does not depend on the kernel."""
-    # The record outlives the trace, so it must not hold arrays.
-    found = found._replace(arguments=jax.tree.map(as_struct, arguments))
-    before = seen.setdefault(path, found)
-    if before.kernel != found.kernel:  # one op multiplies by several kernels
-        seen[path] = before._replace(kernel=Origin(before.kernel.sources + found.kernel.sources))
     lhs, rhs, *rest = arguments
-    return found.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+    # The record outlives the trace, so it must not hold arrays.
+    plan: Any = row.plan and row.plan(*jax.tree.map(as_struct, arguments), recipe=gemms)
+    kernel = kernel or Origin()
+    before = seen.setdefault(path, SeenOp(row, gemms, plan, kernel, stacked))
+    if before.kernel != kernel:  # one op multiplies by several kernels
+        seen[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
+    return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
-class Group(NamedTuple):
-    """Ops that multiply by one kernel in the same way, and share its codes; most are alone."""
+class Stored(NamedTuple):
+    """The kernel of an op in a frozen model."""
 
-    op: SeenOp
-    """The first of them."""
-    plan: StoredContraction | None
-    """Its plan; None for a convolution."""
-    paths: list[Path]
+    codes: jax.Array
+    scales: dict[str, jax.Array]
+    op: ServedOp
+    """The description of the op, which lacks its path and the names of its scales."""
 
 
 def freeze_ops(
@@ -139,7 +146,6 @@ def freeze_ops(
     read: Collection[Path],
     params: Mapping[Path, jax.Array],
     state: PyTree,
-    weight_only: bool,
     unseen: Collection[Path],
     *,
     may_share: bool = False,
@@ -156,31 +162,33 @@ def freeze_ops(
             "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
             "freeze outside of autocast(enabled=False)."
         )
-    if weight_only:
-        seen = {path: op._replace(gemms=WEIGHT_ONLY) for path, op in seen.items()}
-    delayed, groups = _delayed_scales(seen, state), _groups(seen, may_share)
-    uses = Counter([*read, *(x.path for group in groups for x in group.op.kernel.sources)])
-    kernels = [_stored(group, params, delayed, uses) for group in groups]
-    reasons = {
-        source.path: kernel
-        for group, kernel in zip(groups, kernels)
-        for source in group.op.kernel.sources
-        if isinstance(kernel, str)
-    }
-    wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced") | reasons
+    delayed, groups = _delayed_scales(seen, state), dict[Any, list[Path]]()
+    for path, op in seen.items():
+        dims = op.plan and op.plan.dimension_numbers
+        key = (op.row, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
+        groups.setdefault(key if may_share else path, []).append(path)
+    uses = Counter([*read, *(x.path for first, *_ in groups.values() for x in seen[first].kernel.sources)])
+    kernels = dict[Path, Stored | str | None]()
+    for paths in groups.values():
+        of_ops = [delayed[path] for path in paths]
+        kernels |= dict.fromkeys(paths, _stored(seen[paths[0]], of_ops, params, uses))
+    wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
+    for path, kernel in kernels.items():
+        if isinstance(kernel, str):
+            wide |= {source.path: kernel for source in seen[path].kernel.sources}
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
     ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
-    for group, kernel in zip(groups, kernels):
-        for path in group.paths:
-            if kernel is None or isinstance(kernel, str):
-                ops.append(ServedOp(path, CustomRecipe() if weight_only else seen[path].gemms))
-            else:
-                op, codes[op.kernel], of_kernel = kernel
-                own = delayed[path] | of_kernel
-                ops.append(op._replace(path=path, gemms=seen[path].gemms, scales=tuple(own)))
-                scales |= {(*path, name): x for name, x in own.items()}
+    for path, kernel in kernels.items():
+        gemms = seen[path].gemms
+        if not isinstance(kernel, Stored):
+            ops.append(ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms))
+            continue
+        own = delayed[path] | kernel.scales
+        ops.append(kernel.op._replace(path=path, gemms=gemms, scales=tuple(own)))
+        codes[seen[path].kernel.sources[0].path] = kernel.codes
+        scales |= {(*path, name): x for name, x in own.items()}
     return ops, codes, scales
 
 
@@ -217,28 +225,17 @@ def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, di
     return scales
 
 
-def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> list[Group]:
-    """Returns the ops in groups that multiply by the same values in one orientation."""
-    groups = dict[Any, Group]()
-    for path, op in seen.items():
-        plan: Any = op.row.plan and op.row.plan(*op.arguments, recipe=op.gemms)
-        dims = plan and tuple(of_kernel for _, of_kernel in plan.dimension_numbers)
-        key = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
-        groups.setdefault(key, Group(op, plan, [])).paths.append(path)
-    return [*groups.values()]
-
-
 def _stored(
-    group: Group,
+    op: SeenOp,
+    delayed: Sequence[Mapping[str, jax.Array]],
     params: Mapping[Path, jax.Array],
-    delayed: Mapping[Path, Mapping[str, jax.Array]],
     uses: Mapping[Path, int],
-) -> tuple[ServedOp, jax.Array, dict[str, jax.Array]] | str | None:
-    """Returns what the ops of a group have in common, and the codes and the scales of their kernel.
+) -> Stored | str | None:
+    """Returns the kernel of an op, or of several with ``delayed`` scales, in a frozen model.
 
-    If the kernel stays wide, returns the reason; None if it is not quantized, or no parameter.
+    If it stays wide, returns the reason; None if it is not quantized, or no parameter.
     """
-    op, plan, quantizer = group.op, group.plan, group.op.gemms.forward.rhs
+    plan, quantizer = op.plan, op.gemms.forward.rhs
     if quantizer is None or not op.kernel.sources:
         return None
     if plan is None:
@@ -255,22 +252,22 @@ def _stored(
         if (size := math.prod(plan.lhs.shape[i] for i in contract)) % GROUP:
             return f"NVFP4 is stored in groups of {GROUP} values, and its matmul sums over {size}"
     parameter = params[source.path]
-    stacks = _stacks(op, parameter.shape, [x.shape for x in delayed[group.paths[0]].values()])
+    stacks = _stacks(op, parameter.shape, [x.shape for x in delayed[0].values()])
     if len(stacks) != 1:
         return "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
-    (stack,) = stacks
-    scales = [delayed[path][KERNEL_SCALE] for path in group.paths if KERNEL_SCALE in delayed[path]]
-    # Without its path: equal layers have one program.
-    kernel = op.kernel._replace(sources=(source._replace(path=()),))
+    (stack,), kernel = stacks, op.kernel
+    of_kernel = [scales[KERNEL_SCALE] for scales in delayed if KERNEL_SCALE in scales]
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
+    # Without the path, equal layers have one program.
+    how = kernel._replace(sources=(source._replace(path=()),)), plan, stack
+    scale = functools.reduce(jnp.maximum, of_kernel) if of_kernel else None
     quantize = jax.jit(_quantized, static_argnums=(0, 1, 2), **places)
-    scale = functools.reduce(jnp.maximum, scales) if scales else None
-    codes, of_kernel = quantize(kernel, plan, stack, parameter, scale)
+    codes, scales = quantize(*how, parameter, scale)
     layout, dtype = _layout(kernel, plan, stack), jnp.result_type(parameter)
-    return ServedOp((), op.gemms, (), source.path, layout, dtype, stack), codes, of_kernel
+    return Stored(codes, scales, ServedOp((), op.gemms, (), source.path, layout, dtype, stack))
 
 
 def _stacks(op: SeenOp, whole: tuple[int, ...], scales: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -325,17 +322,6 @@ def _layout(kernel: Origin, plan: StoredContraction, stack: tuple[int, ...]) -> 
     return groups if are_first and is_in_order and kernel.is_one_parameter else None
 
 
-def as_bytes(codes: jax.Array) -> jax.Array:
-    """Returns the bits of 4-bit codes (e2m1) as low bits of uint8: the sign, then the rank of the size.
-
-    XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of 4-bit codes.
-    """
-    x = codes.astype(jnp.float32)
-    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, which have the ranks 0 to 7
-    bits = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
-    return jnp.where(jnp.signbit(x), bits + 8, bits).astype(jnp.uint8)
-
-
 # Computing.
 
 
@@ -352,14 +338,6 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
         "the inputs, or to wide parameters only, with the other variables closed over. To train the "
         "kernels, train the model that was frozen."
     )
-
-
-def check_codes(dtype: Any) -> None:
-    """Raises ``TypeError`` if the dtype of a stored kernel is not that of codes."""
-    if dtype.itemsize != 1:
-        raise TypeError(
-            f"The kernel of a frozen model must stay in FP8; got {dtype}. Cast wide variables alone."
-        )
 
 
 def not_seen(path: Path) -> ValueError:
@@ -385,7 +363,11 @@ def computed(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-    check_codes(kernel.codes.dtype)
+    if kernel.codes.dtype.itemsize != 1:
+        raise TypeError(
+            f"The kernel of a frozen model must stay in FP8; got {kernel.codes.dtype}. Cast wide variables "
+            "alone."
+        )
     lhs = lhs.astype(np.promote_types(lhs.dtype, kernel.dtype))
     codes, scales = constant((kernel.codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).
