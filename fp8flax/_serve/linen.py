@@ -28,7 +28,7 @@ from fp8flax._core.options import check_variables
 from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import PyTree
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
+from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import (
@@ -70,8 +70,6 @@ def freeze(
     seen, read = dict[Path, SeenOp](), set[Path]()
 
     class RecordingCall(Reading, Call):
-        """A call in the trace; it records the ops that run."""
-
         def on_read(self, path: Path) -> None:
             read.add(path)
 
@@ -195,35 +193,30 @@ class ServingCall(Reading, Call):
             )
         params = as_own_arrays(variables.get(PARAMS, {}))
         given = leaves_of(nn.meta.unbox(params))
-        stored = dict[Path, StoredKernel]()
-        for op in self._ops.values():
-            if op.kernel in given:
-                codes = given[op.kernel]
-                stored[op.kernel] = StoredKernel(codes, codes.dtype, op.dtype, op.kernel)
+        stored = {
+            op.kernel: StoredKernel(given[op.kernel], given[op.kernel].dtype, op.dtype, op.kernel)
+            for op in self._ops.values()
+            if op.kernel in given
+        }
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         # The only parameters of an op are its scales.
         scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
         for path, x in scales.items():
-            op = self._ops[path[:-1]]
-            num = len(op.stack)
+            op, num = self._ops[path[:-1]], len(self._ops[path[:-1]].stack)
             self._shapes[path] = x.shape[num:]
             if op.kernel and op.stack != tuple(range(num)):
                 # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
                 # whether it counts its axis from the front or the back.
                 ones = (1,) * (given[op.kernel].ndim - num - 1)
-                x = x.reshape(*x.shape[:num], -1, *ones)
-                scales[path] = jnp.moveaxis(x, range(num), op.stack)
+                scales[path] = jnp.moveaxis(x.reshape(*x.shape[:num], -1, *ones), range(num), op.stack)
         params = _replaced(params, {**stored, **scales})
-        of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}
-        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
+        of_ops = unflatten_dict(scales if self._by_hand else {**scales, **leaves_of(state)})
+        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the parameters; the caller has the other arrays."""
-        params = split(variables).get(PARAMS, {})
-        is_stored = lambda x: isinstance(x, StoredKernel)  # noqa: E731
-        unboxed = jax.tree.map(lambda x: x.value if is_stored(x) else x, params, is_leaf=is_stored)
-        return {PARAMS: unboxed}
+        """Returns no variables: those of the caller stay as they are."""
+        return {}
 
     def on_op(
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any

@@ -95,7 +95,9 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
 
     model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
     model, served = fp8.freeze(model8, variables, X)
-    np.testing.assert_array_equal(model.apply(served, X), model8.apply(variables, X))
+    out, changed = model.apply(served, X, mutable=True)
+    np.testing.assert_array_equal(out, model8.apply(variables, X))
+    assert_same(changed, served)  # a call of a frozen model changes no parameter
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert f"layers.dense.{name}" in checkpoint
