@@ -19,6 +19,7 @@ import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
@@ -52,16 +53,17 @@ def is_frozen(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_fp8_make_call", None), Serving)
 
 
-def described(model: Any, variables: PyTree) -> tuple[tuple[ServedOp, ...], Arrays]:
+def described(model: nn.Module, variables: PyTree) -> tuple[tuple[ServedOp, ...], Arrays]:
     """Returns the ops and the arrays of a frozen model; see ``_serve.freeze``."""
     check_variables(variables)
     others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    return model._fp8_make_call.ops, leaves_of(nn.meta.unbox(others))
+    serving: Serving = model._fp8_make_call
+    return serving.ops, leaves_of(nn.meta.unbox(others))
 
 
 def freeze(
-    model: nn.Module, variables: Mapping[str, Any], calls: Calls, weight_only: bool
-) -> tuple[nn.Module, Mapping[str, Any]]:
+    model: nn.Module, variables: Mapping[str, PyTree], calls: Calls, weight_only: bool
+) -> tuple[nn.Module, Mapping[str, PyTree]]:
     """Returns a frozen model and its variables; see ``fp8flax.freeze``."""
     boxed = flax.core.unfreeze(dict(variables))
     unboxed = nn.meta.unbox(boxed)
@@ -73,7 +75,7 @@ def freeze(
         def on_read(self, path: Path) -> None:
             read.add(path)
 
-        def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
             return as_own_arrays(variables) if by_hand else super().put_in(variables)
 
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
@@ -107,7 +109,7 @@ def freeze(
     return convert(model, rules, Serving(tuple(ops), by_hand)), served
 
 
-def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
+def _replaced(params: PyTree, new: Mapping[Path, object]) -> PyTree:
     """Returns parameters with ``new`` arrays, in the boxes of the old ones, such as ``nn.Partitioned``."""
     return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), params)
 
@@ -123,7 +125,7 @@ class Serving:
     by_hand: bool
     """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
 
-    def __call__(self, model: Any) -> Call:
+    def __call__(self, model: nn.Module) -> Call:
         """Returns a new call of a model."""
         return ServingCall(self, model)
 
@@ -132,9 +134,9 @@ class Serving:
 class StoredKernel(nn.meta.AxisMetadata[Any]):
     """A box around the codes of a kernel, in the variables that a method sees; it holds a ``StandIn``."""
 
-    value: Any
-    codes_dtype: Any = flax.struct.field(pytree_node=False)
-    dtype: Any = flax.struct.field(pytree_node=False)
+    value: jax.Array
+    codes_dtype: np.dtype = flax.struct.field(pytree_node=False)
+    dtype: np.dtype | None = flax.struct.field(pytree_node=False)
     source: Path = flax.struct.field(pytree_node=False)
 
     def unbox(self) -> jax.Array:
@@ -148,7 +150,7 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
         """Returns the box with other codes."""
         return dataclasses.replace(self, value=val)
 
-    def add_axis(self, index: int, params: Any) -> StoredKernel:
+    def add_axis(self, index: int, params: object) -> StoredKernel:
         """Returns the box of stacked codes, or of the codes of one layer of a stack."""
         return self
 
@@ -173,7 +175,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
 class ServingCall(Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
-    def __init__(self, serving: Serving, model: Any) -> None:
+    def __init__(self, serving: Serving, model: nn.Module) -> None:
         super().__init__(model)
         self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
         self._shapes = dict[Path, tuple[int, ...]]()
@@ -184,7 +186,7 @@ class ServingCall(Reading, Call):
         if path in {(*self.path, *op.kernel) for op in self._ops.values() if op.kernel}:
             raise refuse(path)
 
-    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns the collections of the caller as the method sees them, with boxes around codes."""
         if self.is_init:
             raise ValueError(
@@ -214,7 +216,7 @@ class ServingCall(Reading, Call):
         seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
-    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns no variables: those of the caller stay as they are."""
         return {}
 
@@ -229,11 +231,11 @@ class ServingCall(Reading, Call):
             raise not_seen(op.path)
         if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
-        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
-        if missing := [name for name, x in arrays.items() if x is None]:
+        found = {name: self.state_of(op, name) for name in served.scales}
+        if missing := [name for name, x in found.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        arrays = {name: x.reshape(self._shapes[*served.path, name]) for name, x in arrays.items()}
-        return computed(op.row, served.gemms, arrays, lhs, rhs, *rest, **keywords)
+        scales = {name: jnp.reshape(x, self._shapes[*served.path, name]) for name, x in found.items()}
+        return computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)

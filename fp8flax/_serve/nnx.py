@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -17,6 +18,7 @@ from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.types import PyTree
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
@@ -60,10 +62,10 @@ class Frozen(nnx.Variable[Any]):
 class ReadStored:
     """The hook by which the code of a frozen model reads a stored kernel; other code reads its codes."""
 
-    dtype: Any
+    dtype: np.dtype | None
     source: Path
 
-    def __call__(self, variable: Any, codes: Any) -> Any:
+    def __call__(self, variable: nnx.Variable[jax.Array], codes: jax.Array) -> jax.Array:
         """Returns what ``variable.get_value()`` returns."""
         if not is_watched():
             return codes
@@ -120,7 +122,7 @@ def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Array
     ops, stored = list[ServedOp](), {id(x): path for path, x in nodes_of(model, Frozen).items()}
     for path, parent, op in _ops_of(model, FrozenOp | Fp8Op):
         if isinstance(op, Fp8Op):  # of a wide kernel
-            ops.append(ServedOp(path, op.recipe.gemms))
+            ops.append(ServedOp(path, op.recipe.gemms))  # type: ignore[union-attr]
             continue
         kernel = op.served.kernel
         for place, x in nodes_of(parent, Frozen).items():
@@ -132,7 +134,7 @@ def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Array
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
 
-def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
+def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     copy: Any = nnx.clone(model)
     seen, read = _traced(model, calls, weight_only)
@@ -179,34 +181,34 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
                 yield (*path, name), module, op
 
 
-def _traced(model: Any, calls: Calls, weight_only: bool) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> tuple[dict[Path, SeenOp], set[Path]]:
     """Traces a copy of a model.
 
     Returns the ops that run, and the parameters that anything else reads or changes.
     """
-    seen, read, running = dict[Path, SeenOp](), set[Path](), list[Any]()
+    seen, read, running = dict[Path, SeenOp](), set[Path](), list[ModuleCall]()
 
     class RecordingCall(Reading, ModuleCall):
         """A call of a method in the trace."""
 
-        def __init__(self, module: Any) -> None:
+        def __init__(self, module: nnx.Module) -> None:
             super().__init__(module)
             running.append(self)
 
         def on_read(self, path: Path) -> None:
             read.add(self.variables[path].fp8_path)
 
-    def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
-        lhs, rhs = _values((lhs, rhs))
+    def on_op(path: Path, op: Fp8Op, gemms: CustomRecipe, *operands: Any, **keywords: Any) -> jax.Array:
+        operands = _values(operands)
         kernel, stack = None, None
         for call in running:  # the last is the innermost
-            if (known := call.origins.of(rhs)) is not None:
+            if (known := call.origins.of(operands[1])) is not None:
                 sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
                 kernel = known._replace(sources=tuple(sources))
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
-            return record(seen, path, op.row, gemms, kernel, stack, lhs, rhs, *rest, **keywords)
+            return record(seen, path, op.row, gemms, kernel, stack, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         read.add(variable.fp8_path)
@@ -226,9 +228,9 @@ def _traced(model: Any, calls: Calls, weight_only: bool) -> tuple[dict[Path, See
     graphdef, state = nnx.split(copy)
     leaves = leaves_of(state)
 
-    def call(state: Any, calls: Calls) -> Any:
+    def call(state: nnx.State, calls: Calls) -> PyTree:
         """Returns the results of all calls, and what they leave in the variables of the model."""
-        out, left = list[Any](), list[tuple[Path, Any]]()
+        out, left = list[PyTree](), list[tuple[Path, jax.Array]]()
         for name, (args, kwargs) in calls.items():
             merged: Any = nnx.merge(graphdef, state)
             out.append(getattr(merged, name)(*args, **kwargs))

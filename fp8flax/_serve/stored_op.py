@@ -24,6 +24,7 @@ from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.nvfp4 import GROUP
+from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.ops.stored import StoredContraction, as_stored, packed_kernel
 from fp8flax._core.qtensor import QTensor
@@ -59,7 +60,7 @@ class SeenOp(NamedTuple):
     """The plan of the op; None for a convolution."""
     kernel: Origin
     """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
-    stacked: tuple[int, ...] | None
+    stacked: Shape | None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
 
 
@@ -117,7 +118,7 @@ def record(
     row: type[Op],
     gemms: CustomRecipe,
     kernel: Origin | None,
-    stacked: tuple[int, ...] | None,
+    stacked: Shape | None,
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
@@ -270,7 +271,7 @@ def _stored(
     return Stored(codes, scales, ServedOp((), op.gemms, (), source.path, layout, dtype, stack))
 
 
-def _stacks(op: SeenOp, whole: tuple[int, ...], scales: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
     """Returns the axes along which layers may be stacked in a kernel, for each possibility.
 
     ``whole`` is the shape of the parameter, and ``scales`` are the shapes of the delayed scales, which must
@@ -279,7 +280,7 @@ def _stacks(op: SeenOp, whole: tuple[int, ...], scales: Sequence[tuple[int, ...]
     part = tuple(op.kernel.sources[0].shape)
     experts = part[:1] if op.row.is_stack else ()  # their kernels have a scale each
 
-    def fits(stack: tuple[int, ...]) -> bool:
+    def fits(stack: Shape) -> bool:
         sizes = tuple(whole[i] for i in stack)
         is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
         return is_rest and all(shape[:-1] in (sizes, (*sizes, *experts)) for shape in scales)
@@ -289,14 +290,14 @@ def _stacks(op: SeenOp, whole: tuple[int, ...], scales: Sequence[tuple[int, ...]
 
 
 def _quantized(
-    origin: Origin, plan: StoredContraction, stack: tuple[int, ...], parameter: jax.Array, scale: Any
+    origin: Origin, plan: StoredContraction, stack: Shape, parameter: jax.Array, scale: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the codes of a kernel in the places of its parameter, and its scales.
 
     ``scale`` is the scale that the scaling state determines, if it does.
     """
 
-    def of_one(parameter: jax.Array, scale: Any) -> Any:
+    def of_one(parameter: jax.Array, scale: jax.Array | None) -> Any:
         packed = packed_kernel(plan, origin.rebuild(parameter).astype(plan.rhs.dtype), scale)
         scales = {KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
@@ -310,7 +311,7 @@ def _quantized(
     return codes, scales
 
 
-def _layout(kernel: Origin, plan: StoredContraction, stack: tuple[int, ...]) -> Groups | None:
+def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | None:
     """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
@@ -326,13 +327,13 @@ def _layout(kernel: Origin, plan: StoredContraction, stack: tuple[int, ...]) -> 
 
 
 @jax.custom_jvp
-def constant(x: Any) -> Any:
+def constant(x: PyTree) -> PyTree:
     """Returns codes and scales unchanged; differentiating them raises ``TypeError``."""
     return x
 
 
 @constant.defjvp
-def _constant_jvp(primals: Any, tangents: Any) -> Any:
+def _constant_jvp(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
         "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
         "the inputs, or to wide parameters only, with the other variables closed over. To train the "
