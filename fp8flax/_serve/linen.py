@@ -32,20 +32,8 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, trace_apply
-from fp8flax._serve.stored_op import (
-    WEIGHT_ONLY,
-    Arrays,
-    Calls,
-    Path,
-    Reading,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-    not_seen,
-    record,
-)
+from fp8flax._serve import stored_op
+from fp8flax._serve.stored_op import Arrays, Calls, Path, ServedOp, leaves_of
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -69,9 +57,9 @@ def freeze(
     unboxed = nn.meta.unbox(boxed)
     by_hand = not hasattr(model, "_fp8_rules")
     rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
-    seen, read = dict[Path, SeenOp](), set[Path]()
+    seen, read = dict[Path, stored_op.SeenOp](), set[Path]()
 
-    class RecordingCall(Reading, Call):
+    class RecordingCall(stored_op.Reading, Call):
         def on_read(self, path: Path) -> None:
             read.add(path)
 
@@ -81,9 +69,9 @@ def freeze(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
             kernel = self.origins.of(operands[1])
-            return record(seen, op.path, op.row, gemms, kernel, None, *operands, **keywords)
+            return stored_op.record(seen, op.path, op.row, gemms, kernel, None, *operands, **keywords)
 
     recording = convert(model, rules, RecordingCall)
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
@@ -98,7 +86,7 @@ def freeze(
         read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
     unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
-    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
+    ops, codes, scales = stored_op.freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
     params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
@@ -172,7 +160,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
     setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
 
 
-class ServingCall(Reading, Call):
+class ServingCall(stored_op.Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
 
     def __init__(self, serving: Serving, model: nn.Module) -> None:
@@ -228,7 +216,7 @@ class ServingCall(Reading, Call):
         served = self._ops.get(op.path[above:])
         kernel = rhs.source if isinstance(rhs, StandIn) else None
         if (served.kernel if served else None) != kernel:
-            raise not_seen(op.path)
+            raise stored_op.not_seen(op.path)
         if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
         found = {name: self.state_of(op, name) for name in served.scales}
@@ -238,4 +226,4 @@ class ServingCall(Reading, Call):
                 "Pass the variables that fp8flax.freeze returned."
             )
         scales = {name: jnp.reshape(x, self._shapes[*served.path, name]) for name, x in found.items()}
-        return computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)
+        return stored_op.computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)

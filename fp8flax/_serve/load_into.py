@@ -24,6 +24,7 @@ from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path
 Sources = dict[Path, tuple[Any, Groups]]
 """By the path of each variable, its tensor, and which dimensions of the variable are one in the tensor."""
 
+_SCALES = KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE
 _BLOCKS = {np.dtype(jnp.float8_e8m0fnu): (1, 32), np.dtype(jnp.float8_e4m3fn): (1, 16)}
 """The blocks of a weight ``(out, in)`` whose scales have this dtype: MXFP8, NVFP4."""
 
@@ -128,7 +129,7 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     used_by: dict[str, str] = {}
     missing, wrong = list[str](), list[str]()
     # The scales of a frozen kernel come with its tensor, so they are last.
-    for path in sorted(wanted, key=_is_scale):
+    for path in sorted(wanted, key=lambda path: path[-1] in _SCALES):
         if path in sources:
             continue
         place, candidates = "/".join(path), list(dict.fromkeys(new_names[name] for name in names[path]))
@@ -166,18 +167,15 @@ def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
     return (own, weight) if ndim > 1 else (own,)
 
 
-def _is_scale(path: Path) -> bool:
-    """Returns whether a variable has the name of a scale of a frozen model."""
-    return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
-
-
 def _kernel_of(op: Path) -> Path:
     """Returns the path of the kernel that the name of an op contains; otherwise that of a layer's kernel.
 
-    This is the inverse of ``name_of``. The op of a layer is named after its class or its field.
+    This is the inverse of ``param_origin.name_of``. The op of a layer is named after its class or its field.
     """
-    own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+?)(-T)*", op[-1])
+    own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
     keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
+    while keys[-1] == "T":  # the kernel is transposed
+        keys.pop()
     return (*op[:-1], *(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys))
 
 
@@ -193,7 +191,7 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
         or [op for op in ops if op[:-1] == kernel[:-1]]
         or [op for op in ops if _kernel_of(op) not in leaves]
     )
-    return [path for path in leaves if path[:-1] in own and _is_scale(path)]
+    return [path for path in leaves if path[:-1] in own and path[-1] in _SCALES]
 
 
 # The layouts of kernels and scales.

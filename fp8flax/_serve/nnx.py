@@ -22,21 +22,8 @@ from fp8flax._core.types import PyTree
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
-from fp8flax._serve.stored_op import (
-    INPUT_SCALE,
-    WEIGHT_ONLY,
-    Arrays,
-    Calls,
-    Path,
-    Reading,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-    not_seen,
-    record,
-)
+from fp8flax._serve import stored_op
+from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, Calls, Path, ServedOp, leaves_of
 
 
 class Frozen(nnx.Variable[Any]):
@@ -74,7 +61,7 @@ class ReadStored:
         return read_stored(codes, self.dtype, self.source)
 
 
-class ServingCall(Reading, ModuleCall):
+class ServingCall(stored_op.Reading, ModuleCall):
     """One call of a method of a frozen module, which has stored kernels."""
 
     can_be_off = False
@@ -103,9 +90,9 @@ class FrozenOp(nnx.Module):
 
     def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
         if not isinstance(rhs, StandIn) or rhs.source != self.served.kernel:
-            raise not_seen(self.served.path)
+            raise stored_op.not_seen(self.served.path)
         scales = {name: getattr(self, name).get_value() for name in self.served.scales}
-        return computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
+        return stored_op.computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -143,7 +130,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     params = {path: x.get_raw_value() for path, x in variables.items()}
     state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
     unseen = present.keys() - seen
-    ops, codes, scales = freeze_ops(seen, read, params, state, unseen, may_share=True)
+    ops, codes, scales = stored_op.freeze_ops(seen, read, params, state, unseen, may_share=True)
     for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
         # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
@@ -181,14 +168,16 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
                 yield (*path, name), module, op
 
 
-def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(
+    model: nnx.Module, calls: Calls, weight_only: bool
+) -> tuple[dict[Path, stored_op.SeenOp], set[Path]]:
     """Traces a copy of a model.
 
     Returns the ops that run, and the parameters that anything else reads or changes.
     """
-    seen, read, running = dict[Path, SeenOp](), set[Path](), list[ModuleCall]()
+    seen, read, running = dict[Path, stored_op.SeenOp](), set[Path](), list[ModuleCall]()
 
-    class RecordingCall(Reading, ModuleCall):
+    class RecordingCall(stored_op.Reading, ModuleCall):
         """A call of a method in the trace."""
 
         def __init__(self, module: nnx.Module) -> None:
@@ -208,7 +197,7 @@ def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> tuple[dict[Pa
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
-            return record(seen, path, op.row, gemms, kernel, stack, *operands, **keywords)
+            return stored_op.record(seen, path, op.row, gemms, kernel, stack, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         read.add(variable.fp8_path)
@@ -217,7 +206,7 @@ def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> tuple[dict[Pa
     copy: Any = nnx.clone(model)
     for path, module, op in [*_ops_of(copy, Fp8Op)]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-            gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
             run = calling(op.row, partial(on_op, path, op, gemms))
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
