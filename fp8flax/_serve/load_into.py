@@ -170,7 +170,7 @@ def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
 def _kernel_of(op: Path) -> Path:
     """Returns the path of the kernel that the name of an op contains; otherwise that of a layer's kernel.
 
-    This is the inverse of ``param_origin.name_of``. A layer names its op after the class or a field of its own.
+    This is the inverse of ``param_origin.name_of``. The op of a layer has the name of a class or a field.
     """
     own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
     keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
