@@ -61,6 +61,9 @@ class Origin(NamedTuple):
 
     None if arithmetic made the value, or it does not hold each element of the parameter once."""
 
+    def __hash__(self) -> int:
+        return hash((self.sources, self.part, self.axes))  # the steps hold dicts
+
     @property
     def note(self) -> str:
         """What a value is that is computed from this one in another way; empty for numbers."""

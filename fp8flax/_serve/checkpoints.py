@@ -242,7 +242,7 @@ def paired(where: str | Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _quantized(
-    codes: np.ndarray, scale: Any, tensor_scale: Any, input_scale: Any
+    codes: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray | None, input_scale: np.ndarray | None
 ) -> CheckpointTensor | None:
     """Returns the entry of a quantized tensor; None if its scales do not match."""
     dtype, shape, counts = codes.dtype, codes.shape, scale.shape

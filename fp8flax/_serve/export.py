@@ -21,11 +21,14 @@ from fp8flax._core.formats import E2M1
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.types import PyTree
 from fp8flax._serve.checkpoints import BESIDE, DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp, as_bytes
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
+
+Array = jax.Array | np.ndarray
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -33,7 +36,7 @@ _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 def save_safetensors(
     path: str | os.PathLike[str],
     model: Any,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, PyTree] | None = None,
     *,
     rename: Rename | None = None,
 ) -> None:
@@ -117,7 +120,7 @@ def weights_for_serving(
     weight_only: bool = False,
     methods: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> dict[str, Any]:
+) -> dict[str, Array]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit, by
@@ -153,7 +156,7 @@ def is_weight_name(name: str) -> bool:
 
 
 def new_names_of(
-    names: Collection[str], rename: Rename | None, variables: Mapping[Path, Any]
+    names: Collection[str], rename: Rename | None, variables: Mapping[Path, Array]
 ) -> dict[str, str]:
     """Returns the new name of each name; a pattern that matches no name is an error.
 
@@ -192,24 +195,19 @@ def names_of(path: Path) -> tuple[str, str]:
 
 
 def _tensors_of(
-    ops: Sequence[ServedOp], arrays: Mapping[Path, Any], rename: Rename | None
-) -> tuple[dict[str, Any], list[str]]:
+    ops: Sequence[ServedOp], arrays: Mapping[Path, Array], rename: Rename | None
+) -> tuple[dict[str, Array], list[str]]:
     """Returns the tensors of a frozen model in a file or in a server, and its layers without FP8.
 
     The tensors are arrays of NumPy or JAX by their sorted names there.
     """
     in_file = _in_file(ops, arrays)
-    new_names = new_names_of(sorted(name for name, *_ in in_file.values()), rename, arrays)
-    found, wide, first = dict[str, Any](), list[str](), dict[str, str]()
-    for path, (own_name, groups, array) in sorted(in_file.items()):
+    new_names = new_names_of(sorted(name for name, _ in in_file.values()), rename, arrays)
+    found, wide, first = dict[str, Array](), list[str](), dict[str, str]()
+    for path, (own_name, array) in sorted(in_file.items()):
         name, place = new_names[own_name], "/".join(path)
-        if groups:
-            array = _merged(array, groups)
-            if array.dtype == E2M1:
-                array = _packed(array)
-            elif path[-1] == KERNEL_TENSOR_SCALE:
-                array = quotient(jnp.ones_like(array), array)
-        elif path[0] == PARAMS and path[-1] == "kernel" and array.dtype.itemsize > 1:
+        is_stored = own_name != names_of(path)[0] or array.dtype.itemsize == 1
+        if path[0] == PARAMS and path[-1] == "kernel" and not is_stored:
             wide.append(name.rpartition(".")[0] or name)
             if is_weight_name(name):
                 if array.ndim != 2:
@@ -232,42 +230,42 @@ def _tensors_of(
     return dict(sorted(found.items())), wide
 
 
-def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Any]) -> dict[Path, tuple[str, Groups, Any]]:
-    """Returns each variable after its name in a file and the groups of dimensions that are one there.
-
-    Without groups, a variable keeps its layout. The one scale that a batched matmul has for several kernels
-    is repeated for each.
-    """
-    found, repeated = {path: (names_of(path)[0], Groups()) for path in arrays}, dict(arrays)
+def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path, tuple[str, Array]]:
+    """Returns the name and the array of each variable in a file, before ``rename``."""
+    found = {path: (names_of(path)[0], Groups()) for path in arrays}
+    one_scale = dict[Path, Array]()
     for op in ops:
         if op.kernel is None or op.layout is None:
             continue
-        _, weight = names_of((PARAMS, *op.kernel))
+        kernel, weight = arrays.get((PARAMS, *op.kernel)), names_of((PARAMS, *op.kernel))[1]
         quantizer: Any = op.gemms.forward.rhs
-        end, scale = "_scale", ((0,),) if quantizer.has_one_scale else op.layout
+        packed = "_packed" * (quantizer.dtype == E2M1)
+        end, scale = "_scale", () if quantizer.has_one_scale else op.layout
         if quantizer.block:  # scales per block have a batch dimension of size 1
             end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
-        packed = "_packed" * (quantizer.dtype == E2M1)
         found[PARAMS, *op.kernel] = weight + packed, op.layout
         found[PARAMS, *op.path, KERNEL_SCALE] = weight + end, scale
-        found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = weight + "_global_scale", ((0,),)
-        found[PARAMS, *op.path, INPUT_SCALE] = weight.removesuffix("weight") + INPUT_SCALE, ((0,),)
+        found[PARAMS, *op.path, KERNEL_TENSOR_SCALE] = weight + "_global_scale", ()
+        found[PARAMS, *op.path, INPUT_SCALE] = weight.removesuffix("weight") + INPUT_SCALE, ()
         if op.kernel[-1] == "kernel":
             bias = PARAMS, *op.kernel[:-1], "bias"
             found[bias] = names_of(bias)[0], (tuple(range(len(op.layout[0]))),)
         whole = PARAMS, *op.path, KERNEL_SCALE if quantizer.has_one_scale else KERNEL_TENSOR_SCALE
-        kernel, x = arrays.get((PARAMS, *op.kernel)), arrays.get(whole)
-        if kernel is not None and x is not None:
+        if kernel is not None and (x := arrays.get(whole)) is not None:
+            # A batched matmul has one scale for several kernels; the file repeats it for each.
             stack = kernel.shape[: kernel.ndim - sum(map(len, op.layout))]
             ones = (1,) * (len(stack) - x.ndim + 2)
-            repeated[whole] = jnp.broadcast_to(x.reshape(*x.shape[:-1], *ones), (*stack, 1))
-    return {path: (*found[path], x) for path, x in repeated.items()}
+            x = jnp.broadcast_to(x.reshape(*x.shape[:-1], *ones), (*stack, 1))
+            one_scale[whole] = x if quantizer.has_one_scale else quotient(jnp.ones_like(x), x)
+    return {
+        path: (found[path][0], one_scale.get(path, merged(x, found[path][1]))) for path, x in arrays.items()
+    }
 
 
-def _merged(x: Any, groups: Groups) -> Any:
-    """Returns an array with each group of its last dimensions merged to one dimension."""
+def merged(x: Array, groups: Groups) -> Array:
+    """Returns an array with each group of its last dimensions merged to one dimension, for a file."""
     num_kept = x.ndim - sum(map(len, groups))
-    if num_kept < 0:  # a bias that all features share
+    if not groups or num_kept < 0:  # or a bias that all features share
         return x
     x = x.transpose(*range(num_kept), *(num_kept + i for group in groups for i in group))
     ends = [*itertools.accumulate(map(len, groups), initial=num_kept)]
@@ -276,12 +274,26 @@ def _merged(x: Any, groups: Groups) -> Any:
     kept = [s if i < num_kept or i in ends else None for i, s in enumerate(spec)]
     if kept != list(spec):  # JAX merges no sharded dimension into the one before
         x = jax.sharding.reshard(x, PartitionSpec(*kept))
-    return x.reshape(shape)
+    x = x.reshape(shape)
+    return _packed(x) if x.dtype == E2M1 else x
 
 
-def _packed(codes: Any) -> Any:
+def unmerged(x: np.ndarray, groups: Groups, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the array of this shape that ``merged`` returned ``x`` for."""
+    num_kept = len(shape) - sum(map(len, groups))
+    order = (*range(num_kept), *(num_kept + i for group in groups for i in group))
+    return x.reshape([shape[i] for i in order]).transpose(np.argsort(order))
+
+
+def _packed(codes: Array) -> Array:
     """Returns 4-bit codes of NumPy or JAX in uint8, two neighbors in a byte, the first in its low bits."""
-    bits = codes.view(np.uint8) if isinstance(codes, np.ndarray) else as_bytes(codes)
+    if isinstance(codes, np.ndarray):
+        bits: Array = codes.view(np.uint8)
+    else:  # XLA for CPUs fails to compile some programs with bitcast_convert_type of 4-bit codes
+        x = codes.astype(jnp.float32)
+        size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, whose bits are their ranks, 0 to 7
+        rank = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
+        bits = jnp.where(jnp.signbit(x), rank + 8, rank).astype(jnp.uint8)
     pairs = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << np.uint8(4)
 
@@ -332,7 +344,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     }
 
 
-def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def _write(path: pathlib.Path, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file at once, or leaves an existing one as it is if that fails.
 
     The library would write the metadata in a random order, so that equal models had different files.

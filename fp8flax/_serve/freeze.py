@@ -1,60 +1,18 @@
-"""``freeze``: turns a trained model of Linen or NNX into one for serving; runs frozen Linen models.
-
-The codes of a kernel are where the kernel was. The source of the model declares a float32 kernel, and
-casts, reshapes or transposes it before the matmul. So a method that reads a stored kernel gets a
-``StandIn`` in front of the codes: it has the kernel's shape and dtype, and no values. The codes move as the
-model moves the stand-in, and the op takes them from it. All other code that needs the values raises an
-error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would make all layers of a loop
-wide.)
-"""
+"""``freeze``: turns a trained model of Linen or NNX into one for serving."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.core
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.stand_in import StandIn, read_stored, refuse
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
-from fp8flax._core.state.tree import path_names
-from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
-from fp8flax._model.linen import convert, trace_apply
-from fp8flax._model.param_origin import Origin
+from fp8flax._core.types import PyTree
 from fp8flax._model.quantize_model import is_nnx
-from fp8flax._model.rules import Rules
-from fp8flax._serve.stored_op import (
-    Path,
-    Reading,
-    SeenOp,
-    ServedOp,
-    check_codes,
-    computed,
-    freeze_ops,
-    leaves_of,
-    not_seen,
-    record,
-)
-
-IS_FROZEN = (
-    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
-    "one with save_safetensors."
-)
-"""The error for a frozen model in the place of one to freeze."""
-
-
-Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
-"""The positional and the keyword inputs of a call of each method to trace, by the method's name."""
+from fp8flax._serve import linen
+from fp8flax._serve.stored_op import Arrays, Calls, ServedOp
 
 
 def freeze(
@@ -133,37 +91,41 @@ def freeze(
     Source: torchao, ``Float8StaticActivationFloat8WeightConfig`` and ``Float8WeightOnlyConfig``.
     """
     check_bool("weight_only", weight_only)
+    serving = _of_framework(model)
+    if serving.is_frozen(model):
+        raise ValueError(
+            "model must be a model in training; it is frozen already. Pass the original model, or write "
+            "the frozen one with save_safetensors."
+        )
     if is_nnx(model):
-        from fp8flax._serve import nnx
-
-        return nnx.freeze(model, _calls(model, args, kwargs, methods), weight_only)
-    if not isinstance(model, nn.Module):
-        raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
-    if isinstance(getattr(model, "_fp8_make_call", None), Serving):
-        raise ValueError(IS_FROZEN)
+        return serving.freeze(model, _calls(model, args, kwargs, methods), weight_only)
     variables, *inputs = args or (kwargs.pop("variables", None),)
     check_variables(variables)
     check_params(variables)
-    return _freeze_linen(model, variables, _calls(model, inputs, kwargs, methods), weight_only)
+    return serving.freeze(model, variables, _calls(model, inputs, kwargs, methods), weight_only)
 
 
-def described(model: Any, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
+def described(model: Any, variables: PyTree) -> tuple[Sequence[ServedOp], Arrays]:
     """Returns the ops of a frozen model, and its arrays by their paths, which begin with the collection.
 
     Scaling state and NNX's random number generators are left out.
     """
+    serving = _of_framework(model)
+    if not serving.is_frozen(model):
+        raise wrong_model(model, "come from fp8flax.freeze")
+    ops, arrays = serving.described(model, variables)
+    return ops, arrays
+
+
+def _of_framework(model: Any) -> Any:
+    """Returns the file that freezes models of this framework, and describes frozen ones."""
     if is_nnx(model):
         from fp8flax._serve import nnx
 
-        return nnx.described(model, variables)
-    if not isinstance(getattr(model, "_fp8_make_call", None), Serving):
-        raise wrong_model(model, "come from fp8flax.freeze")
-    check_variables(variables)
-    others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    return list(model._fp8_make_call.ops), leaves_of(nn.meta.unbox(others))
-
-
-# Freezing.
+        return nnx
+    if not isinstance(model, nn.Module):
+        raise wrong_model(model, "be a flax.nnx.Module or a flax.linen.Module")
+    return linen
 
 
 def _calls(model: Any, inputs: Sequence[Any], keywords: Mapping[str, Any], methods: Any) -> Calls:
@@ -192,190 +154,3 @@ def _calls(model: Any, inputs: Sequence[Any], keywords: Mapping[str, Any], metho
             "__call__ go into methods={'decode': (z,)}; methods={'__call__': ()} is a call without inputs."
         )
     return calls
-
-
-def _freeze_linen(
-    model: nn.Module, variables: Mapping[str, Any], calls: Calls, weight_only: bool
-) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Returns a frozen Linen model and its variables; see ``freeze``."""
-    boxed = flax.core.unfreeze(dict(variables))
-    unboxed = nn.meta.unbox(boxed)
-    by_hand = not hasattr(model, "_fp8_rules")
-    rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
-    seen, read = dict[Path, SeenOp](), set[Path]()
-
-    class RecordingCall(Reading, Call):
-        """A call in the trace; it records the ops that run."""
-
-        def on_read(self, path: Path) -> None:
-            read.add(path)
-
-        def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-            return as_own_arrays(variables) if by_hand else super().put_in(variables)
-
-        def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
-            if recipe is None:  # FP8 is switched off
-                return compute(*operands, **keywords)
-            found = SeenOp(op.row, recipe.gemms, self.origins.of(operands[1]) or Origin())
-            return record(seen, op.path, found, *operands, **keywords)
-
-    recording = convert(model, rules, RecordingCall)
-    shapes = jax.tree.map(as_struct, unboxed)  # without shardings
-    for name, inputs in calls.items():
-
-        def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
-            args, kwargs = inputs  # some names of the model's keywords may be those of apply
-            return getattr(bound, name)(*args, **kwargs)
-
-        needed = needed_inputs(trace_apply(recording, shapes, (inputs,), {"method": call}))
-        found = zip(leaves_of(shapes), needed)
-        read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
-    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
-    unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
-    ops, codes, scales = freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, weight_only, unseen)
-    params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
-    served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
-    served.pop(OVERWRITE_WITH_GRADIENT, None)
-    # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
-    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
-        served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, rules, Serving(tuple(ops), by_hand)), served
-
-
-def _replaced(params: Any, new: Mapping[Path, Any]) -> Any:
-    """Returns parameters with ``new`` arrays, in the boxes of the old ones, such as ``nn.Partitioned``."""
-    return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), params)
-
-
-# Running.
-
-
-@dataclasses.dataclass(frozen=True)
-class Serving:
-    """The static description of a frozen model (hashable). It makes the calls of the model."""
-
-    ops: tuple[ServedOp, ...]
-    by_hand: bool
-    """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
-
-    def __call__(self, model: Any) -> Call:
-        """Returns a new call of a model."""
-        return ServingCall(self, model)
-
-
-@flax.struct.dataclass
-class StoredKernel(nn.meta.AxisMetadata[Any]):
-    """A box around the codes of a kernel, in the variables that a method sees; it holds a ``StandIn``."""
-
-    value: Any
-    codes_dtype: Any = flax.struct.field(pytree_node=False)
-    dtype: Any = flax.struct.field(pytree_node=False)
-    source: Path = flax.struct.field(pytree_node=False)
-
-    def unbox(self) -> jax.Array:
-        """Returns what the method reads."""
-        codes, dtype = self.value, self.dtype
-        if codes.dtype != self.codes_dtype:  # a function of nn.map_variables has cast all parameters
-            codes, dtype = codes.astype(self.codes_dtype), codes.dtype
-        return read_stored(codes, dtype, self.source)
-
-    def replace_boxed(self, val: Any) -> StoredKernel:
-        """Returns the box with other codes."""
-        return dataclasses.replace(self, value=val)
-
-    def add_axis(self, index: int, params: Any) -> StoredKernel:
-        """Returns the box of stacked codes, or of the codes of one layer of a stack."""
-        return self
-
-    remove_axis = add_axis
-
-    # A module that reads the variables of another one gets the box, and takes it for an array.
-
-    def __jax_array__(self) -> jax.Array:
-        return self.unbox()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.unbox(), name)
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem"):
-    _operator = getattr(operator, f"__{_name}__")
-    setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
-
-
-class ServingCall(Reading, Call):
-    """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
-
-    def __init__(self, serving: Serving, model: Any) -> None:
-        super().__init__(model)
-        self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
-        self._shapes = dict[Path, tuple[int, ...]]()
-        """The shapes of the scales of one layer, by their paths."""
-
-    def on_read(self, path: Path) -> None:
-        """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
-        if path in {(*self.path, *op.kernel) for op in self._ops.values() if op.kernel}:
-            raise refuse(path)
-
-    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the collections of the caller as the method sees them, with boxes around codes."""
-        if self.is_init:
-            raise ValueError(
-                "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
-                "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
-            )
-        params = as_own_arrays(variables.get(PARAMS, {}))
-        given = leaves_of(nn.meta.unbox(params))
-        stored = dict[Path, StoredKernel]()
-        for op in self._ops.values():
-            if op.kernel in given:
-                codes = given[op.kernel]
-                check_codes(codes.dtype)
-                stored[op.kernel] = StoredKernel(codes, codes.dtype, op.dtype, op.kernel)
-        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
-        # The only parameters of an op are its scales.
-        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
-        for path, x in scales.items():
-            op = self._ops[path[:-1]]
-            num = len(op.stack)
-            self._shapes[path] = x.shape[num:]
-            if op.kernel and op.stack != tuple(range(num)):
-                # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
-                # whether it counts its axis from the front or the back.
-                ones = (1,) * (given[op.kernel].ndim - num - 1)
-                x = x.reshape(*x.shape[:num], -1, *ones)
-                scales[path] = jnp.moveaxis(x, range(num), op.stack)
-        params = _replaced(params, {**stored, **scales})
-        of_ops = {**scales, **({} if self._by_hand else leaves_of(state))}
-        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(of_ops)})
-        return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
-
-    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the parameters; the caller has the other arrays."""
-        params = split(variables).get(PARAMS, {})
-        is_stored = lambda x: isinstance(x, StoredKernel)  # noqa: E731
-        unboxed = jax.tree.map(lambda x: x.value if is_stored(x) else x, params, is_leaf=is_stored)
-        return {PARAMS: unboxed}
-
-    def on_op(
-        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
-    ) -> jax.Array:
-        """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        above = len(self.path)  # the model may be a part of another one
-        served = self._ops.get(op.path[above:])
-        kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if (served.kernel if served else None) != kernel:
-            raise not_seen(op.path)
-        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
-            return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
-        arrays: dict[str, Any] = {name: self.state_of(op, name) for name in served.scales}
-        if missing := [name for name, x in arrays.items() if x is None]:
-            raise ValueError(
-                f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
-                "Pass the variables that fp8flax.freeze returned."
-            )
-        arrays = {name: x.reshape(self._shapes[*served.path, name]) for name, x in arrays.items()}
-        return computed(op.row, served.gemms, arrays, lhs, rhs, *rest, **keywords)

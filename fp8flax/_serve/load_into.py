@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +16,15 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
-from fp8flax._model.param_origin import name_of
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor, paired
-from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Path
+from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of, unmerged
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path
 
-Sources = dict[Path, tuple[Any, bool]]
-"""By the path of each variable, its tensor, and whether the last two dimensions are to be swapped."""
+Sources = dict[Path, tuple[Any, Groups]]
+"""By the path of each variable, its tensor, and which dimensions of the variable are one in the tensor."""
 
+_SCALES = KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE
 _BLOCKS = {np.dtype(jnp.float8_e8m0fnu): (1, 32), np.dtype(jnp.float8_e4m3fn): (1, 16)}
 """The blocks of a weight ``(out, in)`` whose scales have this dtype: MXFP8, NVFP4."""
 
@@ -102,34 +103,33 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
             )
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
-    for path, (tensor, is_swapped) in _sources(wanted, checkpoint, rename).items():
-        leaves[path] = _variable(tensor, is_swapped, leaves[path])
+    for path, (tensor, groups) in _sources(wanted, checkpoint, rename).items():
+        leaves[path] = _variable(tensor, groups, leaves[path])
     return treedef.unflatten(leaves.values())
 
 
-def _variable(tensor: Any, is_swapped: bool, like: Any) -> jax.Array:
+def _variable(tensor: Any, groups: Groups, like: Any) -> jax.Array:
     """Returns a tensor with the shape, the dtype and the sharding of a variable."""
     if isinstance(tensor, CheckpointTensor):
         tensor = tensor.dequantize(like.dtype) if is_wide_float(like.dtype) else tensor.codes
     # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
     # use the memory of an array of NumPy, even with ``may_alias=False``.
     with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-        tensor = np.array(tensor.swapaxes(-1, -2) if is_swapped else tensor, like.dtype, order="C")
+        array = np.array(unmerged(np.asarray(tensor), groups, like.shape), like.dtype, order="C")
     # Without a committed variable, this is the default device.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-    return jax.device_put(tensor.reshape(like.shape), sharding)
+    return jax.device_put(array, sharding)
 
 
 def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Sources:
     """Returns what each variable is made of; one error lists everything that does not match."""
-    # A variable of several dimensions may have a second name.
-    names = {path: names_of(path)[: 2 if len(leaf.shape) > 1 else 1] for path, leaf in wanted.items()}
+    names = {path: _names_of(path, len(leaf.shape)) for path, leaf in wanted.items()}
     new_names = new_names_of({name for own in names.values() for name in own}, rename, wanted)
     sources: Sources = {}
     used_by: dict[str, str] = {}
     missing, wrong = list[str](), list[str]()
     # The scales of a frozen kernel come with its tensor, so they are last.
-    for path in sorted(wanted, key=_is_scale):
+    for path in sorted(wanted, key=lambda path: path[-1] in _SCALES):
         if path in sources:
             continue
         place, candidates = "/".join(path), list(dict.fromkeys(new_names[name] for name in names[path]))
@@ -156,24 +156,45 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     return sources
 
 
-def _is_scale(path: Path) -> bool:
-    """Returns whether a variable has the name of a scale of a frozen model."""
-    return path[-1] in (KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE)
+# The names of variables.
 
 
-def _scales_of(kernel: Path, leaves: Iterable[Path]) -> list[Path]:
+def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
+    """Returns the names that a variable may have in a file."""
+    own, weight = names_of(path)
+    if path[-1] == INPUT_SCALE:  # of a layer that shares the kernel of another one
+        return own, names_of(_kernel_of(path[:-1]))[1].removesuffix("weight") + INPUT_SCALE
+    return (own, weight) if ndim > 1 else (own,)
+
+
+def _kernel_of(op: Path) -> Path:
+    """Returns the path of the kernel that the name of an op contains; otherwise that of a layer's kernel.
+
+    This is the inverse of ``param_origin.name_of``. The op of a layer has the name of a class or a field.
+    """
+    own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
+    keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
+    while keys[-1] == "T":  # the kernel is transposed
+        keys.pop()
+    return (*op[:-1], *(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys))
+
+
+def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
     """Returns the paths of the scales of a frozen kernel.
 
-    The op of a kernel that a module multiplies by itself has the name of the parameter behind that of its
-    kind. The op of a layer has no such name, and is the only one beside the kernel.
+    They are those of the op that is named after the kernel, or that is beside it. If there is none, layers
+    share the kernel, which has another path than theirs.
     """
-    scales = [path for path in leaves if _is_scale(path)]
-    ops = {
-        kernel[:i]: re.compile(rf"(Fp8\w+Op_|fp8_|fp8-\w+-){re.escape(name_of(kernel[i:]))}(-T)*")
-        for i in range(len(kernel))
-    }
-    own = [path for path in scales if path[:-2] in ops and ops[path[:-2]].fullmatch(path[-2])]
-    return own or [path for path in scales if path[:-2] == kernel[:-1]]
+    ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
+    own = (
+        [op for op in ops if _kernel_of(op) == kernel]
+        or [op for op in ops if op[:-1] == kernel[:-1]]
+        or [op for op in ops if _kernel_of(op) not in leaves]
+    )
+    return [path for path in leaves if path[:-1] in own and path[-1] in _SCALES]
+
+
+# The layouts of kernels and scales.
 
 
 def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
@@ -182,16 +203,16 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     is_wide, dtype = is_wide_float(leaf.dtype), getattr(tensor, "dtype", None)
     if not isinstance(dtype, np.dtype):
         raise ValueError(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
-    is_swapped = _is_swapped(path, leaf.shape, name, tensor)
+    groups = _groups_of(path, leaf.shape, name, tensor)
     if not (dtype == leaf.dtype or (is_wide and (is_quantized or is_wide_float(dtype)))):
         raise ValueError(
             f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales"
         )
-    sources: Sources = {path: (tensor, is_swapped)}
+    sources: Sources = {path: (tensor, groups)}
     if not is_quantized or is_wide:
         return sources
     scales = _scales_of(path, leaves)
-    if not is_swapped or [p[-1] for p in scales].count(KERNEL_SCALE) != 1:
+    if not groups or [place[-1] for place in scales].count(KERNEL_SCALE) != 1:
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
             "Load the wide model, and freeze it"
@@ -199,7 +220,7 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     for place in scales:
         like, given = leaves[place], tensor.input_scale
         if place[-1] == KERNEL_SCALE:
-            given = _kernel_scale(tensor, leaf.shape, like)
+            given = _kernel_scale(tensor, groups, leaf.shape, like)
         elif place[-1] == KERNEL_TENSOR_SCALE:
             given = tensor.tensor_scale
         if given is not None and given.size > (size := math.prod(like.shape)) and given.size % size == 0:
@@ -212,62 +233,68 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
                 f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
                 "with the recipe of the checkpoint"
             )
-        sources[place] = given, False
+        sources[place] = given, ()
     return sources
 
 
-def _is_swapped(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> bool:
-    """Returns whether a tensor is ``(..., out, in)``, and not in the order of the variable, or raises."""
+def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Groups:
+    """Returns which dimensions of a variable are one in a tensor ``(..., out, in)``, or raises.
+
+    There are none if the tensor has the order of the variable.
+    """
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
-    is_weight, is_swapped = is_weight_name(name), False
+    is_weight = is_weight_name(name)
     if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
         # In the file the features of a bias are one dimension, which may follow one of stacked layers.
         merged = [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
-        is_right = given == shape or (path[-1] == "bias" and given in merged)
+        if given == shape or (path[-1] == "bias" and given in merged):
+            return ()
     else:
         # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
         is_stack = is_quantized and len(given) > 2
-        is_swapped = (is_stack or len(given) == 2) and _num_summed(given, shape) > 0
+        groups = _as_matrix(given, shape) if is_stack or len(given) == 2 else ()
         # Fused experts of other libraries may be (experts, in, out).
         turned = (*given[:-2], *given[:-3:-1])
-        is_fused = is_stack and not is_weight and _num_summed(turned, shape) > 0
-        if is_swapped and is_fused:
+        is_fused = is_stack and not is_weight and _as_matrix(turned, shape) != ()
+        if groups and is_fused:
             raise ValueError(
                 f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
                 "Pass a dict with the array that dequantize returns, in the variable's order"
             )
-        is_right = is_swapped or is_fused
-    if not is_right:
-        raise ValueError(
-            f"its shape {list(given)} does not become {list(shape)}; a weight is (..., out, in)"
-        )
-    return is_swapped
+        if groups or is_fused:
+            return groups
+    raise ValueError(f"its shape {list(given)} does not become {list(shape)}; a weight is (..., out, in)")
 
 
-def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
-    """Returns how many dimensions of a kernel a matmul sums over; 0 if the weight cannot be the kernel.
+def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
+    """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``; none if none can be.
 
-    The weight is ``(..., out, in)``. The kernel has the dimensions of the stack first, then those that are
-    summed over, and then those of the output, as in the layers of Flax.
+    The kernel has the dimensions of the stack first. A matmul sums over the first of the others, as in the
+    layers of Flax, or else over some in the middle, as in ``td,edf->tef``.
     """
-    *stack, out, width = weight
-    own_stack, dims = list(kernel[: len(stack)]), kernel[len(stack) :]
-    for k in range(1, len(dims)):
-        if [*own_stack, math.prod(dims[:k]), math.prod(dims[k:])] == [*stack, width, out]:
-            return k
-    return 0
+    num_stacked, found = len(weight) - 2, list[Groups]()
+    dims = kernel[num_stacked:]
+    for start, end in itertools.combinations(range(len(dims)), 2):
+        out = (*range(start), *range(end, len(dims)))
+        sizes = math.prod(dims[i] for i in out), math.prod(dims[start:end])
+        if (*kernel[:num_stacked], *sizes) == tuple(weight):
+            found.append((out, tuple(range(start, end))))
+    is_clear = len(found) == 1 or (found and 0 in found[0][1])
+    return found[0] if is_clear else ()
 
 
-def _kernel_scale(weight: CheckpointTensor, kernel: tuple[int, ...], like: Any) -> np.ndarray | None:
+def _kernel_scale(
+    weight: CheckpointTensor, groups: Groups, kernel: tuple[int, ...], like: Any
+) -> np.ndarray | None:
     """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it."""
     *stack, out, width = weight.shape
-    num_summed = _num_summed(weight.shape, kernel)
     rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
     per_block = -(-out // rows), -(-width // columns)
+    per_feature = (1 if i in groups[1] else n for i, n in enumerate(kernel[len(stack) :]))
     # The shape of the frozen scale shows how many scales the two dimensions of the weight have.
     shapes = (
         ((*stack[: len(like.shape) - 1], 1), (1, 1)),  # the kernels of a batched matmul may share one scale
-        ((*stack, *(1,) * num_summed, *kernel[len(stack) + num_summed :]), (out, 1)),
+        ((*stack, *per_feature), (out, 1)),
         ((*stack, 1, *per_block), per_block),
     )
     counts = {numbers for shape, numbers in shapes if like.shape == shape}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -16,25 +17,13 @@ from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
-from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.types import PyTree
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
-from fp8flax._model.param_origin import Origin
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
-from fp8flax._serve.freeze import IS_FROZEN, Calls
-from fp8flax._serve.stored_op import (
-    INPUT_SCALE,
-    Path,
-    Reading,
-    SeenOp,
-    ServedOp,
-    computed,
-    freeze_ops,
-    leaves_of,
-    not_seen,
-    record,
-)
+from fp8flax._serve import stored_op
+from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, Calls, Path, ServedOp, leaves_of
 
 
 class Frozen(nnx.Variable[Any]):
@@ -60,10 +49,10 @@ class Frozen(nnx.Variable[Any]):
 class ReadStored:
     """The hook by which the code of a frozen model reads a stored kernel; other code reads its codes."""
 
-    dtype: Any
+    dtype: np.dtype | None
     source: Path
 
-    def __call__(self, variable: Any, codes: Any) -> Any:
+    def __call__(self, variable: nnx.Variable[jax.Array], codes: jax.Array) -> jax.Array:
         """Returns what ``variable.get_value()`` returns."""
         if not is_watched():
             return codes
@@ -72,7 +61,7 @@ class ReadStored:
         return read_stored(codes, self.dtype, self.source)
 
 
-class ServingCall(Reading, ModuleCall):
+class ServingCall(stored_op.Reading, ModuleCall):
     """One call of a method of a frozen module, which has stored kernels."""
 
     can_be_off = False
@@ -88,10 +77,8 @@ class ServingCall(Reading, ModuleCall):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: type[Op], served: ServedOp, kernel: Path, scales: Mapping[str, Frozen]):
+    def __init__(self, row: type[Op], served: ServedOp, scales: Mapping[str, Frozen]):
         self.row, self.served = row, served
-        self.kernel = kernel
-        """The path of its kernel in the module that has the op; if it is elsewhere, in the frozen model."""
         for name, scale in scales.items():
             setattr(self, name, scale)
 
@@ -103,45 +90,47 @@ class FrozenOp(nnx.Module):
 
     def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
         if not isinstance(rhs, StandIn) or rhs.source != self.served.kernel:
-            raise not_seen(self.served.path)
+            raise stored_op.not_seen(self.served.path)
         scales = {name: getattr(self, name).get_value() for name in self.served.scales}
-        return computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
+        return stored_op.computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
-def described(model: nnx.Module, variables: Any) -> tuple[list[ServedOp], dict[Path, Any]]:
+def is_frozen(model: nnx.Module) -> bool:
+    """Returns whether ``freeze`` returned the model."""
+    return bool(nodes_of(model, FrozenOp))
+
+
+def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Arrays]:
     """Returns the ops of a frozen model, and its arrays as parameters; see ``_serve.freeze``."""
     if variables is not None:
         raise TypeError(
             f"An NNX model has its variables, so none are passed beside it; got {type(variables).__name__}."
         )
-    if not nodes_of(model, FrozenOp):
-        raise wrong_model(model, "come from fp8flax.freeze")
     ops, stored = list[ServedOp](), {id(x): path for path, x in nodes_of(model, Frozen).items()}
-    for (*module, name), parent, op in _ops_of(model, FrozenOp | Fp8Op):
-        path = *module, name
-        if isinstance(op, FrozenOp):
-            # The first op of a shared kernel has it; the paths of the others are not among the arrays.
-            own = nodes_of(parent, Frozen).get(op.kernel)
-            kernel = op.kernel if own is None else stored.pop(id(own), (*module, *op.kernel))
-            ops.append(op.served._replace(path=path, kernel=kernel))
-        else:  # of a wide kernel
-            ops.append(ServedOp(path, op.recipe.gemms))
+    for path, parent, op in _ops_of(model, FrozenOp | Fp8Op):
+        if isinstance(op, Fp8Op):  # of a wide kernel
+            ops.append(ServedOp(path, op.recipe.gemms))  # type: ignore[union-attr]
+            continue
+        kernel = op.served.kernel
+        for place, x in nodes_of(parent, Frozen).items():
+            if getattr(x.get_metadata().get("on_get_value"), "source", None) == op.served.kernel:
+                # The first op of a shared kernel has it; the paths of the others are not among the arrays.
+                kernel = stored.pop(id(x), (*path[:-1], *place))
+        ops.append(op.served._replace(path=path, kernel=kernel))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, OverwriteWithGradient)))
     return ops, {(PARAMS, *path): x for path, x in leaves_of(nnx.to_pure_dict(state)).items()}
 
 
-def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
+def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
-    if nodes_of(model, FrozenOp):
-        raise ValueError(IS_FROZEN)
     copy: Any = nnx.clone(model)
-    seen, read = _traced(model, calls)
+    seen, read = _traced(model, calls, weight_only)
     sites = {path: (module, op) for path, module, op in _ops_of(copy, Fp8Op)}
     variables, present = nodes_of(copy, nnx.Variable), nodes_of(copy, Fp8Op)
     params = {path: x.get_raw_value() for path, x in variables.items()}
     state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
     unseen = present.keys() - seen
-    ops, codes, scales = freeze_ops(seen, read, params, state, weight_only, unseen, may_share=True)
+    ops, codes, scales = stored_op.freeze_ops(seen, read, params, state, unseen, may_share=True)
     for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
         # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
@@ -155,14 +144,11 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> Any:
     made = dict[tuple[Path, str], Frozen]()
     for served in ops:
         if served.kernel is not None:
-            module, op = sites[served.path]
-            places = {id(x): path for path, x in nodes_of(module, Frozen).items()}
-            kernel, own = places.get(id(variables[served.kernel]), served.kernel), {}
+            (module, op), own = sites[served.path], {}
             for name in served.scales:
                 owner = served.path if name == INPUT_SCALE else served.kernel
                 own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
-            frozen = FrozenOp(op.row, served, kernel, own)
-            setattr(module, served.path[-1], nnx.data(frozen))
+            setattr(module, served.path[-1], nnx.data(FrozenOp(op.row, served, own)))
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
@@ -182,34 +168,36 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
                 yield (*path, name), module, op
 
 
-def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
+def _traced(
+    model: nnx.Module, calls: Calls, weight_only: bool
+) -> tuple[dict[Path, stored_op.SeenOp], set[Path]]:
     """Traces a copy of a model.
 
     Returns the ops that run, and the parameters that anything else reads or changes.
     """
-    seen, read, running = dict[Path, SeenOp](), set[Path](), list[Any]()
+    seen, read, running = dict[Path, stored_op.SeenOp](), set[Path](), list[ModuleCall]()
 
-    class RecordingCall(Reading, ModuleCall):
+    class RecordingCall(stored_op.Reading, ModuleCall):
         """A call of a method in the trace."""
 
-        def __init__(self, module: Any) -> None:
+        def __init__(self, module: nnx.Module) -> None:
             super().__init__(module)
             running.append(self)
 
         def on_read(self, path: Path) -> None:
             read.add(self.variables[path].fp8_path)
 
-    def on_op(path: Path, op: Fp8Op, gemms: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any) -> Any:
-        lhs, rhs = _values((lhs, rhs))
-        origin, stack = Origin(), None
+    def on_op(path: Path, op: Fp8Op, gemms: CustomRecipe, *operands: Any, **keywords: Any) -> jax.Array:
+        operands = _values(operands)
+        kernel, stack = None, None
         for call in running:  # the last is the innermost
-            if (known := call.origins.of(rhs)) is not None:
+            if (known := call.origins.of(operands[1])) is not None:
                 sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
-                origin = known._replace(sources=tuple(sources))
+                kernel = known._replace(sources=tuple(sources))
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
-            return record(seen, path, SeenOp(op.row, gemms, origin, stack), lhs, rhs, *rest, **keywords)
+            return stored_op.record(seen, path, op.row, gemms, kernel, stack, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         read.add(variable.fp8_path)
@@ -218,7 +206,8 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     copy: Any = nnx.clone(model)
     for path, module, op in [*_ops_of(copy, Fp8Op)]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-            run = calling(op.row, partial(on_op, path, op, recipe.gemms))
+            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
+            run = calling(op.row, partial(on_op, path, op, gemms))
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)
@@ -228,9 +217,9 @@ def _traced(model: Any, calls: Calls) -> tuple[dict[Path, SeenOp], set[Path]]:
     graphdef, state = nnx.split(copy)
     leaves = leaves_of(state)
 
-    def call(state: Any, calls: Calls) -> Any:
+    def call(state: nnx.State, calls: Calls) -> PyTree:
         """Returns the results of all calls, and what they leave in the variables of the model."""
-        out, left = list[Any](), list[tuple[Path, Any]]()
+        out, left = list[PyTree](), list[tuple[Path, jax.Array]]()
         for name, (args, kwargs) in calls.items():
             merged: Any = nnx.merge(graphdef, state)
             out.append(getattr(merged, name)(*args, **kwargs))

@@ -23,13 +23,15 @@ from fp8flax._compat.stand_in import StandIn
 from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
+from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.op import MissingStateError, Op
-from fp8flax._core.ops.stored import frozen, packed_kernel
+from fp8flax._core.ops.stored import StoredContraction, frozen, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
 from fp8flax._core.state.tree import StateTree, path_names
+from fp8flax._core.types import PyTree
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
 from fp8flax._model.param_origin import MOVEMENTS, Origin
@@ -37,6 +39,8 @@ from fp8flax._train.check import warn_if_damaged
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""The positional and the keyword inputs of a call of each method to trace, by the method's name."""
 Groups = tuple[tuple[int, ...], ...]
 """Groups of dimensions of an array, counted without those that stack layers."""
 
@@ -51,12 +55,12 @@ class SeenOp(NamedTuple):
 
     row: type[Op]
     gemms: CustomRecipe
+    plan: StoredContraction | None
+    """The plan of the op; None for a convolution."""
     kernel: Origin
     """The origin of the kernel; it has no sources if the kernel does not come from parameters only."""
-    stacked: tuple[int, ...] | None = None
+    stacked: Shape | None
     """The axes along which layers are stacked in the parameter; None if only its shape shows them."""
-    arguments: tuple[Any, ...] = ()
-    """The arguments of the op, with shapes and dtypes instead of arrays."""
 
 
 class ServedOp(NamedTuple):
@@ -99,7 +103,7 @@ class Reading(Interception):
         return super().compute(front, primitive, operands, params)
 
 
-def leaves_of(tree: Any) -> Arrays:
+def leaves_of(tree: PyTree) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
     return {path_names(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
@@ -108,24 +112,41 @@ def leaves_of(tree: Any) -> Arrays:
 
 
 def record(
-    seen: dict[Path, SeenOp], path: Path, found: SeenOp, *arguments: Any, **keywords: Any
+    seen: dict[Path, SeenOp],
+    path: Path,
+    row: type[Op],
+    gemms: CustomRecipe,
+    kernel: Origin | None,
+    stacked: Shape | None,
+    *arguments: Any,
+    **keywords: Any,
 ) -> jax.Array:
     """Records an op that runs in a trace; the result does not depend on the kernel."""
-    # The record outlives the trace, so it must not hold arrays.
-    found = found._replace(arguments=jax.tree.map(as_struct, arguments))
-    before = seen.setdefault(path, found)
-    if before.kernel != found.kernel:  # one op multiplies by several kernels
-        seen[path] = before._replace(kernel=Origin(before.kernel.sources + found.kernel.sources))
     lhs, rhs, *rest = arguments
-    return found.row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+    # The record outlives the trace, so it must not hold arrays.
+    structs = jax.tree.map(as_struct, arguments)
+    plan: Any = row.plans["direct"](*structs, recipe=gemms) if row.stores_kernel else None
+    kernel = kernel or Origin()
+    before = seen.setdefault(path, SeenOp(row, gemms, plan, kernel, stacked))
+    if before.kernel != kernel:  # one op multiplies by several kernels
+        seen[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
+    return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+
+
+class Stored(NamedTuple):
+    """The kernel of an op in a frozen model."""
+
+    codes: jax.Array
+    scales: dict[str, jax.Array]
+    op: ServedOp
+    """The description of the op, which lacks its path and the names of its scales."""
 
 
 def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
-    params: Mapping[Path, Any],
-    state: Any,
-    weight_only: bool,
+    params: Mapping[Path, jax.Array],
+    state: PyTree,
     unseen: Collection[Path],
     *,
     may_share: bool = False,
@@ -142,56 +163,45 @@ def freeze_ops(
             "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
             "freeze outside of autocast(enabled=False)."
         )
-    advice = "The frozen scales are computed from it. Call calibrate before freeze."
-    warn_if_damaged(state, advice, stacklevel=5)
-    if weight_only:
-        seen = {path: op._replace(gemms=WEIGHT_ONLY) for path, op in seen.items()}
-    known, fresh = _known_scales(seen, state)
-    groups = _groups(seen, may_share)
-    uses = Counter([*read, *(x.path for first, *_ in groups for x in seen[first].kernel.sources)])
-    ops, codes, scales = dict[Path, ServedOp](), Arrays(), Arrays()
+    delayed, groups = _delayed_scales(seen, state), dict[Any, list[Path]]()
+    for path, op in seen.items():
+        dims = op.plan and op.plan.dimension_numbers
+        key = (op.row, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
+        groups.setdefault(key if may_share else path, []).append(path)
+    uses = Counter([*read, *(x.path for first, *_ in groups.values() for x in seen[first].kernel.sources)])
+    kernels = dict[Path, Stored | str | None]()
+    for paths in groups.values():
+        of_ops = [delayed[path] for path in paths]
+        kernels |= dict.fromkeys(paths, _stored(seen[paths[0]], of_ops, params, uses))
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
-    for group, plan in groups.items():
-        for path in group:
-            ops[path] = ServedOp(path, CustomRecipe() if weight_only else seen[path].gemms)
-        found = seen[group[0]]
-        if found.gemms.forward.rhs is None or not found.kernel.sources:
-            continue
-        kernel = found.kernel.sources[0].path
-        stacks = _stacks(found, params[kernel], known[group[0]])
-        if reason := _why_wide(found, plan, uses[kernel], stacks):
-            wide |= {source.path: reason for source in found.kernel.sources}
-            continue
-        (stack,) = stacks
-        of_each = [known[path].pop(KERNEL_SCALE) for path in group if KERNEL_SCALE in known[path]]
-        scale = functools.reduce(jnp.maximum, of_each) if of_each else None
-        codes[kernel], of_kernel = _stored(found.kernel, plan, params[kernel], stack, scale)
-        layout, dtype = _layout(found.kernel, plan, stack), jnp.result_type(params[kernel])
-        for path in group:
-            own = known[path] | of_kernel
-            scales |= {(*path, name): x for name, x in own.items()}
-            ops[path] = ServedOp(path, seen[path].gemms, tuple(own), kernel, layout, dtype, stack)
+    for path, kernel in kernels.items():
+        if isinstance(kernel, str):
+            wide |= {source.path: kernel for source in seen[path].kernel.sources}
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call calibrate before freeze.",
-            stacklevel=4,
-        )
-    return [*ops.values()], codes, scales
+    ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
+    for path, kernel in kernels.items():
+        gemms = seen[path].gemms
+        if not isinstance(kernel, Stored):
+            ops.append(ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms))
+            continue
+        own = delayed[path] | kernel.scales
+        ops.append(kernel.op._replace(path=path, gemms=gemms, scales=tuple(own)))
+        codes[seen[path].kernel.sources[0].path] = kernel.codes
+        scales |= {(*path, name): x for name, x in own.items()}
+    return ops, codes, scales
 
 
-def _known_scales(
-    seen: Mapping[Path, SeenOp], state: Any
-) -> tuple[dict[Path, dict[str, jax.Array]], list[str]]:
-    """Returns the delayed scales of each op, and the places of those that have seen no data."""
+def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, dict[str, jax.Array]]:
+    """Returns the delayed scales of each op by their names; warns about those that have seen no data."""
+    advice = "The frozen scales are computed from it. Call calibrate before freeze."
+    warn_if_damaged(state, advice, stacklevel=6)
     tree = StateTree.of(state)
     states = dict(zip((path_names(tree.paths[i]) for i, _ in tree.pairs), tree.states()))
-    known, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
-    for path, found in seen.items():
-        for role, quantizer in CustomRecipe(forward=found.gemms.forward).delayed.items():
+    scales, fresh = {path: dict[str, jax.Array]() for path in seen}, list[str]()
+    for path, op in seen.items():
+        for role, quantizer in CustomRecipe(forward=op.gemms.forward).delayed.items():
             name, _ = state_leaf_names(role)
             place = *path, name
             if place not in states:
@@ -200,63 +210,81 @@ def _known_scales(
                     "needs the scales that training or fp8flax.calibrate left, or fresh ones from "
                     "fp8flax.add_fp8_state, or in NNX from a new op."
                 )
-            known[path][name] = step_scale(quantizer, states[place])[..., None]
+            scales[path][name] = step_scale(quantizer, states[place])[..., None]
             history = states[place].amax_history
             if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
                 fresh.append("/".join(place))
-    return known, fresh
-
-
-def _groups(seen: Mapping[Path, SeenOp], may_share: bool) -> dict[tuple[Path, ...], Any]:
-    """Returns the plans of ops by the paths of those that multiply by the same values in one orientation.
-
-    The plan of a convolution is None.
-    """
-    plans, keys = dict[Path, Any](), dict[Path, Any]()
-    for path, op in seen.items():
-        plan: Any = op.row.plans["direct"](*op.arguments, recipe=op.gemms) if op.row.stores_kernel else None
-        dims = plan and [of_kernel for _, of_kernel in plan.dimension_numbers]
-        plans[path] = plan
-        keys[path] = (op.kernel, op.row, op.gemms.forward, dims) if plan and may_share else path
-    groups = (tuple(one for one in keys if keys[one] == key) for key in keys.values())
-    return {group: plans[group[0]] for group in groups}
-
-
-def _why_wide(found: SeenOp, plan: Any, num_uses: int, stacks: Sequence[Any]) -> str | None:
-    """Returns why the kernel of an op cannot be stored in FP8; None if it can be."""
-    if plan is None:
-        return "it is the kernel of a convolution"
-    if not found.kernel.is_whole_parameter:
-        return "its matmul does not multiply by this parameter as a whole"
-    if num_uses > 1:
-        return "something else reads it, or changes it"
-    (contract, _), _ = plan.dimension_numbers
-    depth = math.prod(plan.lhs.shape[i] for i in contract)
-    if reason := plan.recipe.forward.rhs.why_not_stored(depth):
-        return reason
-    unclear = "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
-    return None if len(stacks) == 1 else unclear
-
-
-def _stacks(found: SeenOp, parameter: Any, known: Mapping[str, jax.Array]) -> list[tuple[int, ...]]:
-    """Returns the axes along which layers may be stacked in a kernel, for each possibility.
-
-    ``known`` are the scales of the layers, which must be stacked in the same order.
-    """
-    whole, part = parameter.shape, tuple(found.kernel.sources[0].shape)
-    experts = part[:1] if found.row.is_stack else ()  # their kernels have a scale each
-
-    def fits(stack: tuple[int, ...]) -> bool:
-        sizes = tuple(whole[i] for i in stack)
-        is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
-        return is_rest and all(x.shape[:-1] in (sizes, (*sizes, *experts)) for x in known.values())
-
-    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [stack for stack in choices if found.stacked in (None, stack) and fits(stack)]
+    if fresh:
+        warnings.warn(
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            "from sample batches, call calibrate before freeze.",
+            stacklevel=5,
+        )
+    return scales
 
 
 def _stored(
-    origin: Origin, plan: Any, parameter: Any, stack: tuple[int, ...], scale: jax.Array | None
+    op: SeenOp,
+    delayed: Sequence[Mapping[str, jax.Array]],
+    params: Mapping[Path, jax.Array],
+    uses: Mapping[Path, int],
+) -> Stored | str | None:
+    """Returns the kernel of an op, or of several with ``delayed`` scales, in a frozen model.
+
+    If it stays wide, returns the reason; None if it is not quantized, or no parameter.
+    """
+    plan, quantizer = op.plan, op.gemms.forward.rhs
+    if quantizer is None or not op.kernel.sources:
+        return None
+    if plan is None:
+        return "it is the kernel of a convolution"
+    if not op.kernel.is_whole_parameter:
+        return "its matmul does not multiply by this parameter as a whole"
+    source = op.kernel.sources[0]
+    if uses[source.path] > 1:
+        return "something else reads it, or changes it"
+    (contract, _), _ = plan.dimension_numbers
+    if reason := quantizer.why_not_stored(math.prod(plan.lhs.shape[i] for i in contract)):
+        return reason
+    parameter = params[source.path]
+    stacks = _stacks(op, parameter.shape, [x.shape for x in delayed[0].values()])
+    if len(stacks) != 1:
+        return "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
+    (stack,), kernel = stacks, op.kernel
+    of_kernel = [scales[KERNEL_SCALE] for scales in delayed if KERNEL_SCALE in scales]
+    is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
+    # The codes are on the devices of the parameter, if there are several.
+    is_on_several = is_known and len(parameter.sharding.device_set) > 1
+    places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
+    # Without the path, equal layers have one program.
+    how = kernel._replace(sources=(source._replace(path=()),)), plan, stack
+    scale = functools.reduce(jnp.maximum, of_kernel) if of_kernel else None
+    quantize = jax.jit(_quantized, static_argnums=(0, 1, 2), **places)
+    codes, scales = quantize(*how, parameter, scale)
+    layout, dtype = _layout(kernel, plan, stack), jnp.result_type(parameter)
+    return Stored(codes, scales, ServedOp((), op.gemms, (), source.path, layout, dtype, stack))
+
+
+def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
+    """Returns the axes along which layers may be stacked in a kernel, for each possibility.
+
+    ``whole`` is the shape of the parameter, and ``scales`` are the shapes of the delayed scales, which must
+    be stacked in the same order.
+    """
+    part = tuple(op.kernel.sources[0].shape)
+    experts = part[:1] if op.row.is_stack else ()  # their kernels have a scale each
+
+    def fits(stack: Shape) -> bool:
+        sizes = tuple(whole[i] for i in stack)
+        is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
+        return is_rest and all(shape[:-1] in (sizes, (*sizes, *experts)) for shape in scales)
+
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    return [stack for stack in choices if op.stacked in (None, stack) and fits(stack)]
+
+
+def _quantized(
+    origin: Origin, plan: StoredContraction, stack: Shape, parameter: jax.Array, scale: jax.Array | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the codes of a kernel in the places of its parameter, and its scales.
 
@@ -264,8 +292,7 @@ def _stored(
     """
 
     def of_one(parameter: jax.Array, scale: jax.Array | None) -> Any:
-        kernel = origin.rebuild(parameter).astype(plan.rhs.dtype)
-        packed = packed_kernel(plan, kernel, scale)
+        packed = packed_kernel(plan, origin.rebuild(parameter).astype(plan.rhs.dtype), scale)
         scales = {KERNEL_SCALE: packed.scale}
         if packed.tensor_scale is not None:
             scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
@@ -274,58 +301,38 @@ def _stored(
 
     for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=(axis - i, 0))
-    is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
-    # The codes are on the devices of the parameter, if there are several.
-    is_on_several = is_known and len(parameter.sharding.device_set) > 1
-    places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    codes, scales = jax.jit(of_one, **places)(parameter, scale)
+    codes, scales = of_one(parameter, scale)
     return codes, scales
 
 
-def _layout(kernel: Origin, plan: Any, stack: tuple[int, ...]) -> Groups | None:
+def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | None:
     """Returns the ``layout`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
+    in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
-    summed = tuple(i - len(batch) for i in summed)
-    out = tuple(i for i in range(len(plan.rhs.shape) - len(batch)) if i not in summed)
-    return (out, summed) if are_first and kernel.is_one_parameter else None
-
-
-def as_bytes(codes: jax.Array) -> jax.Array:
-    """Returns the bits of 4-bit codes (e2m1) as low bits of uint8: the sign, then the rank of the size.
-
-    XLA for CPUs fails to compile some programs with ``bitcast_convert_type`` of 4-bit codes.
-    """
-    x = codes.astype(jnp.float32)
-    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4 or 6, which have the ranks 0 to 7
-    bits = jnp.minimum(jnp.minimum(2 * size, size + 2), size / 2 + 4)
-    return jnp.where(jnp.signbit(x), bits + 8, bits).astype(jnp.uint8)
+    # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
+    is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
+    out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
+    groups = tuple(tuple(i - len(batch) for i in group) for group in (out, in_order))
+    return groups if are_first and is_in_order and kernel.is_one_parameter else None
 
 
 # Computing.
 
 
 @jax.custom_jvp
-def constant(x: Any) -> Any:
+def constant(x: PyTree) -> PyTree:
     """Returns codes and scales unchanged; differentiating them raises ``TypeError``."""
     return x
 
 
 @constant.defjvp
-def _constant_jvp(primals: Any, tangents: Any) -> Any:
+def _constant_jvp(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
         "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
         "the inputs, or to wide parameters only, with the other variables closed over. To train the "
         "kernels, train the model that was frozen."
     )
-
-
-def check_codes(dtype: Any) -> None:
-    """Raises ``TypeError`` if the dtype of a stored kernel is not that of codes."""
-    if dtype.itemsize != 1:
-        raise TypeError(
-            f"The kernel of a frozen model must stay in FP8; got {dtype}. Cast wide variables alone."
-        )
 
 
 def not_seen(path: Path) -> ValueError:
@@ -351,7 +358,11 @@ def computed(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
         )
-    check_codes(kernel.codes.dtype)
+    if kernel.codes.dtype.itemsize != 1:
+        raise TypeError(
+            f"The kernel of a frozen model must stay in FP8; got {kernel.codes.dtype}. Cast wide variables "
+            "alone."
+        )
     lhs = lhs.astype(np.promote_types(lhs.dtype, kernel.dtype))
     codes, scales = constant((kernel.codes, dict(scales)))
     # ``_stored`` gives a scalar scale the shape (1,).

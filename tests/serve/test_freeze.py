@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
+from fp8flax._serve import stored_op
 from tests import reference
 from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
-from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
+from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -103,6 +104,15 @@ def test_the_codes_are_those_of_the_newest_scale():
     )
 
 
+def test_equal_layers_have_one_program(monkeypatch):
+    """The codes of all kernels of a shape are computed by one compiled program."""
+    traced, x, pack = [], normal(0, 2, 24), stored_op.packed_kernel
+    model8, variables = trained(nn.Sequential([nn.Dense(24) for _ in range(3)]), x)
+    monkeypatch.setattr(stored_op, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
+    fp8.freeze(model8, variables, x)
+    assert len(traced) == 1
+
+
 @pytest.mark.optimized
 def test_half_way_between_two_codes():
     """The trained and the frozen model round a value as NumPy's quotient does."""
@@ -125,18 +135,6 @@ def test_a_kernel_of_a_wider_dtype_than_the_input():
     x = normal(0, 2, 8).astype(jnp.bfloat16)
     model = nn.Dense(6, use_bias=False, promote_dtype=lambda *operands, **_: operands)
     frozen_alike(*trained(model, x), x)
-
-
-def test_weights_only():
-    """Each output feature has a scale, as in NumPy; the inputs stay wide."""
-    x = np.asarray(normal(0, 2, 8))
-    model8, variables = trained(nn.Dense(6), x)
-    serve, served = fp8.freeze(model8, variables, x, weight_only=True)
-    kernel = np.asarray(variables["params"]["kernel"])
-    scale = np.abs(kernel).max(0) / np.float32(448)
-    kernel = (kernel / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
-    np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
-    assert set(served["params"]["Fp8DotGeneralOp_0"]) == {"kernel_scale"}
 
 
 def test_weights_only_reads_the_codes_alone(gpu):
@@ -551,23 +549,6 @@ def test_gradients():
     np.testing.assert_allclose(of_wide, (row * x).sum(0, keepdims=True), rtol=1e-4)
     with pytest.raises(TypeError, match="have no gradient"):
         jax.grad(loss, 2, allow_int=True)(x, wide, served["params"]["base"])
-
-
-def test_shapes_without_values():
-    """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
-    x = normal(0, 4, 8)
-    model8, variables = trained(Attention(), x[None])
-    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v, x[None])[1], variables)
-    served = fp8.freeze(model8, variables, x[None])[1]
-    assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
-
-
-def test_layers_with_ops_by_hand():
-    """A model that quantize_model did not make is frozen too."""
-    model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)
-    variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
-    _, served = frozen_alike(model, variables, x)
-    assert narrow(served) == {"kernel"}
 
 
 def test_goes_by_the_variables_it_is_given():

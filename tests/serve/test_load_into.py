@@ -95,7 +95,9 @@ def test_stacked_layers(axes, name, recipe, tmp_path):
 
     model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
     model, served = fp8.freeze(model8, variables, X)
-    np.testing.assert_array_equal(model.apply(served, X), model8.apply(variables, X))
+    out, changed = model.apply(served, X, mutable=True)
+    np.testing.assert_array_equal(out, model8.apply(variables, X))
+    assert_same(changed, served)  # a call of a frozen model changes no parameter
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     assert f"layers.dense.{name}" in checkpoint
@@ -187,7 +189,10 @@ def test_stacks_that_are_refused():
 
 @pytest.mark.parametrize(
     ("equation", "recipe"),
-    [("bi,oi->bo", "axiswise"), ("bi,hio->bho", "block128"), ("bi,iho->bho", "axiswise")],
+    [
+        *(("bi,oi->bo", "axiswise"), ("bi,iho->bho", "axiswise")),
+        *(("bi,hio->bho", recipe) for recipe in ("block128", "axiswise", "delayed")),
+    ],
 )
 def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     """A kernel is ``(out, in)`` in the file, in whatever order its equation has the dimensions."""
@@ -205,11 +210,36 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     weight, kernel = checkpoint["layer.weight"], np.asarray(served["params"]["layer"]["kernel"])
     order = {"oi": (0, 1), "hio": (0, 2, 1), "iho": (1, 2, 0)}[equation[3:].partition("->")[0]]
     np.testing.assert_array_equal(weight.codes, kernel.transpose(order).reshape(96, 64))
-    if equation == "bi,iho->bho":  # the summed dimension is first, as in the layers of Flax
-        assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    else:
+    if equation == "bi,oi->bo":  # Flax sums over the first dimensions, so the shape does not fit
         with pytest.raises(ValueError, match="does not become"):
             fp8.load_into(variables, checkpoint)
+        return
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    expected = weight.dequantize().reshape([kernel.shape[i] for i in order]).transpose(np.argsort(order))
+    loaded = fp8.load_into(variables, checkpoint)["params"]["layer"]["kernel"]
+    np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.parametrize(("recipe", "name"), [("delayed", "weight"), ("block128", "kernel")])
+def test_einsums_that_sum_over_several_dimensions(recipe, name, tmp_path):
+    """The file has them in the order of the kernel; ``jnp.einsum`` sums over them in alphabetical order."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Einsum((4, 16, 96), "bhd,hdo->bo", use_bias=False, name="layer")(x.reshape(-1, 4, 16))
+
+    model8, variables = trained(Own(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables, X)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    kernel = np.asarray(served["params"]["layer"]["kernel"])
+    if name == "weight":
+        kernel = kernel.reshape(64, 96).T
+        np.testing.assert_array_equal(checkpoint["layer.weight"].codes, kernel)
+    else:  # blocks are in the order of the einsum
+        np.testing.assert_array_equal(checkpoint["layer.kernel"], kernel)
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
 
 
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):

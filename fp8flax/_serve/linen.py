@@ -1,0 +1,229 @@
+"""Freezes Linen models, and runs and describes frozen ones.
+
+The codes of a kernel are where the kernel was. The source of the model declares a float32 kernel, and
+casts, reshapes or transposes it before the matmul. So a method that reads a stored kernel gets a
+``StandIn`` in front of the codes: it has the kernel's shape and dtype, and no values. The codes move as the
+model moves the stand-in, and the op takes them from it. All other code that needs the values raises an
+error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would make all layers of a loop
+wide.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.stand_in import StandIn, read_stored, refuse
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.options import check_variables
+from fp8flax._core.state.tree import path_names
+from fp8flax._core.types import PyTree
+from fp8flax._linen.op import Fp8Op
+from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged
+from fp8flax._model.linen import convert, trace_apply
+from fp8flax._model.rules import Rules
+from fp8flax._serve import stored_op
+from fp8flax._serve.stored_op import Arrays, Calls, Path, ServedOp, leaves_of
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Returns whether ``freeze`` returned the model."""
+    return isinstance(getattr(model, "_fp8_make_call", None), Serving)
+
+
+def described(model: nn.Module, variables: PyTree) -> tuple[tuple[ServedOp, ...], Arrays]:
+    """Returns the ops and the arrays of a frozen model; see ``_serve.freeze``."""
+    check_variables(variables)
+    others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
+    serving: Serving = model._fp8_make_call
+    return serving.ops, leaves_of(nn.meta.unbox(others))
+
+
+def freeze(
+    model: nn.Module, variables: Mapping[str, PyTree], calls: Calls, weight_only: bool
+) -> tuple[nn.Module, Mapping[str, PyTree]]:
+    """Returns a frozen model and its variables; see ``fp8flax.freeze``."""
+    boxed = flax.core.unfreeze(dict(variables))
+    unboxed = nn.meta.unbox(boxed)
+    by_hand = not hasattr(model, "_fp8_rules")
+    rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
+    seen, read = dict[Path, stored_op.SeenOp](), set[Path]()
+
+    class RecordingCall(stored_op.Reading, Call):
+        def on_read(self, path: Path) -> None:
+            read.add(path)
+
+        def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+            return as_own_arrays(variables) if by_hand else super().put_in(variables)
+
+        def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
+            if recipe is None:  # FP8 is switched off
+                return compute(*operands, **keywords)
+            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
+            kernel = self.origins.of(operands[1])
+            return stored_op.record(seen, op.path, op.row, gemms, kernel, None, *operands, **keywords)
+
+    recording = convert(model, rules, RecordingCall)
+    shapes = jax.tree.map(as_struct, unboxed)  # without shardings
+    for name, inputs in calls.items():
+
+        def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
+            args, kwargs = inputs  # some names of the model's keywords may be those of apply
+            return getattr(bound, name)(*args, **kwargs)
+
+        needed = needed_inputs(trace_apply(recording, shapes, (inputs,), {"method": call}))
+        found = zip(leaves_of(shapes), needed)
+        read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
+    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
+    unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
+    ops, codes, scales = stored_op.freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
+    params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
+    served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
+    served.pop(OVERWRITE_WITH_GRADIENT, None)
+    # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
+    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
+    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
+        served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
+    return convert(model, rules, Serving(tuple(ops), by_hand)), served
+
+
+def _replaced(params: PyTree, new: Mapping[Path, object]) -> PyTree:
+    """Returns parameters with ``new`` arrays, in the boxes of the old ones, such as ``nn.Partitioned``."""
+    return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(path_names(keys), x), params)
+
+
+# Running.
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The static description of a frozen model (hashable). It makes the calls of the model."""
+
+    ops: tuple[ServedOp, ...]
+    by_hand: bool
+    """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
+
+    def __call__(self, model: nn.Module) -> Call:
+        """Returns a new call of a model."""
+        return ServingCall(self, model)
+
+
+@flax.struct.dataclass
+class StoredKernel(nn.meta.AxisMetadata[Any]):
+    """A box around the codes of a kernel, in the variables that a method sees; it holds a ``StandIn``."""
+
+    value: jax.Array
+    codes_dtype: np.dtype = flax.struct.field(pytree_node=False)
+    dtype: np.dtype | None = flax.struct.field(pytree_node=False)
+    source: Path = flax.struct.field(pytree_node=False)
+
+    def unbox(self) -> jax.Array:
+        """Returns what the method reads."""
+        codes, dtype = self.value, self.dtype
+        if codes.dtype != self.codes_dtype:  # a function of nn.map_variables has cast all parameters
+            codes, dtype = codes.astype(self.codes_dtype), codes.dtype
+        return read_stored(codes, dtype, self.source)
+
+    def replace_boxed(self, val: Any) -> StoredKernel:
+        """Returns the box with other codes."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: object) -> StoredKernel:
+        """Returns the box of stacked codes, or of the codes of one layer of a stack."""
+        return self
+
+    remove_axis = add_axis
+
+    # A module that reads the variables of another one gets the box, and takes it for an array.
+
+    def __jax_array__(self) -> jax.Array:
+        return self.unbox()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem"):
+    _operator = getattr(operator, f"__{_name}__")
+    setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
+
+
+class ServingCall(stored_op.Reading, Call):
+    """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
+
+    def __init__(self, serving: Serving, model: nn.Module) -> None:
+        super().__init__(model)
+        self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
+        self._shapes = dict[Path, tuple[int, ...]]()
+        """The shapes of the scales of one layer, by their paths."""
+
+    def on_read(self, path: Path) -> None:
+        """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
+        if path in {(*self.path, *op.kernel) for op in self._ops.values() if op.kernel}:
+            raise refuse(path)
+
+    def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+        """Returns the collections of the caller as the method sees them, with boxes around codes."""
+        if self.is_init:
+            raise ValueError(
+                "A frozen model makes no variables: freeze returns them. Make a fresh cache by init of the "
+                "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
+            )
+        params = as_own_arrays(variables.get(PARAMS, {}))
+        given = leaves_of(nn.meta.unbox(params))
+        stored = {
+            op.kernel: StoredKernel(given[op.kernel], given[op.kernel].dtype, op.dtype, op.kernel)
+            for op in self._ops.values()
+            if op.kernel in given
+        }
+        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
+        # The only parameters of an op are its scales.
+        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
+        for path, x in scales.items():
+            op, num = self._ops[path[:-1]], len(self._ops[path[:-1]].stack)
+            self._shapes[path] = x.shape[num:]
+            if op.kernel and op.stack != tuple(range(num)):
+                # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
+                # whether it counts its axis from the front or the back.
+                ones = (1,) * (given[op.kernel].ndim - num - 1)
+                scales[path] = jnp.moveaxis(x.reshape(*x.shape[:num], -1, *ones), range(num), op.stack)
+        params = _replaced(params, {**stored, **scales})
+        of_ops = unflatten_dict(scales if self._by_hand else {**scales, **leaves_of(state)})
+        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
+        return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
+
+    def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+        """Returns no variables: those of the caller stay as they are."""
+        return {}
+
+    def on_op(
+        self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
+    ) -> jax.Array:
+        """Computes an op with its stored kernel and its fixed scales, or as in training."""
+        above = len(self.path)  # the model may be a part of another one
+        served = self._ops.get(op.path[above:])
+        kernel = rhs.source if isinstance(rhs, StandIn) else None
+        if (served.kernel if served else None) != kernel:
+            raise stored_op.not_seen(op.path)
+        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
+            return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
+        found = {name: self.state_of(op, name) for name in served.scales}
+        if missing := [name for name, x in found.items() if x is None]:
+            raise ValueError(
+                f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
+                "Pass the variables that fp8flax.freeze returned."
+            )
+        scales = {name: jnp.reshape(x, self._shapes[*served.path, name]) for name, x in found.items()}
+        return stored_op.computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)
