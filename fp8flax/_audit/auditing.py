@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
 from fp8flax._audit.gemms import gemms_of, with_reason
-from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, parse
+from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, has_codes, parse
 from fp8flax._audit.report import AuditReport, percent
+from fp8flax._core.types import PyTree
 
 _WITHOUT_TRITON = (
     "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "
@@ -20,7 +20,9 @@ _WITHOUT_TRITON = (
 )
 
 
-def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:
+def audit(
+    fn: Callable[..., object], *args: PyTree, target: str | Mesh = "h200", **keywords: PyTree
+) -> AuditReport:
     """Compiles a function for a GPU, which need not be present, and reports which of its GEMMs run in FP8.
 
     Nothing is executed, and no donated buffer is used up. Targets other than ``local`` need the extra
@@ -63,13 +65,14 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     compiled = compile_for(found, fn, args, keywords)
     text = compiled.as_text() or ""
     program = parse(text)
-    gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
     without_triton = is_without_triton(found, text)
+    gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
+    others = [kernel for kernel in program.kernels if next(gemms_of(kernel), None) is None]
+    moved = [(bytes_moved(kernel) * kernel.trip_count, has_codes(kernel)) for kernel in others]
     sent: Counter[str] = Counter()
     for kernel in program.kernels:
         if kind := collective_of(kernel):
             sent[kind] += bytes_sent(kernel, program.num_devices) * kernel.trip_count
-    moved = sum(bytes_moved(kernel) * kernel.trip_count for kernel in program.kernels)
     loops = [instruction for instruction in program.instructions if instruction.opcode == "while"]
     count = f"{found.mesh.size} × " if found.mesh is not None and found.mesh.size > 1 else ""
     return AuditReport(
@@ -81,14 +84,19 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
         bytes_sent_by=dict(sent),
-        other_bytes=moved - sum(gemm.bytes for gemm in gemms),
+        other_bytes=sum(size for size, _ in moved),
+        code_bytes=sum(size for size, is_of_codes in moved if is_of_codes),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         unknown_trip_counts=any("known_trip_count" not in loop.config for loop in loops),
     )
 
 
 def assert_fp8(
-    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str | Mesh = "h200", **keywords: Any
+    fn: Callable[..., object],
+    *args: PyTree,
+    min_flops: float = 1.0,
+    target: str | Mesh = "h200",
+    **keywords: PyTree,
 ) -> AuditReport:
     """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 

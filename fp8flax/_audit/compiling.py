@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import warnings
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -26,6 +24,7 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
+from fp8flax._core.types import PyTree
 
 # The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers. Without the version of cuDNN,
 # XLA expands block-scaled matmuls to bfloat16. JAX 0.10 reads the versions in the last lines of the text,
@@ -164,33 +163,14 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-@functools.cache
-def compiles_algorithms() -> bool:
-    """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
-
-    JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
-    algorithms. To find out, a small dot is compiled.
-    """
-    sharding = SingleDeviceSharding(_device("h200"))
-    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
-    algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-
-    def compile_dot() -> None:
-        dot = functools.partial(jnp.dot, precision=algorithm, preferred_element_type=jnp.float32)
-        jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
-
-    # In a thread of its own JAX has no context of the caller, such as a mesh. For the warning see below.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread, warnings.catch_warnings(action="ignore"):
-        return thread.submit(compile_dot).exception() is None
-
-
 def is_without_triton(target: Target, text: str) -> bool:
     """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
-    return target.gpu is not None and not compiles_algorithms() and CUBLASLT in text
+    with compiling_for(target.gpu):
+        return CUBLASLT in text and not takes_algorithms()
 
 
 def compile_for(
-    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
+    target: Target, fn: Callable[..., object], args: PyTree, keywords: PyTree | None = None
 ) -> jax.stages.Compiled:
     """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
@@ -201,7 +181,7 @@ def compile_for(
     elif mesh is not None and jitted is not fn:  # a jitted function may have in_shardings
         unnamed = NamedSharding(mesh, PartitionSpec())
 
-    def shape_of(leaf: Any) -> Any:
+    def shape_of(leaf: object) -> object:
         """Returns the shape, dtype and sharding of an array; any other value unchanged."""
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return leaf
@@ -210,12 +190,10 @@ def compile_for(
             fits = set(found.mesh.axis_names) <= set(mesh.axis_names)
             sharding = NamedSharding(mesh, found.spec) if fits else unnamed
         # Without x64, JAX computes in float32 with a float64 array of NumPy.
-        of: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        of = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
 
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))
-    if target.gpu is not None:
-        takes_algorithms[0] = compiles_algorithms()
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known to the end.
     with compiling_for(target.gpu):
         traced = jitted.trace(*shapes, **named)  # may compute constants on the CPU

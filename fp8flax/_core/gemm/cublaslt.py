@@ -15,7 +15,6 @@ from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gemm import Gemm, GemmSizes, are_positive, scaled
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
-    absent_gpu,
     compute_capability,
     is_hopper,
     takes_algorithms,
@@ -111,7 +110,6 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: DTypeLike) -> jax.Array
     gathered once more.)
     """
     algorithm, precision = _ALGORITHMS[gemm.accumulation]
-    has_algorithms = absent_gpu() is None or takes_algorithms[0]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = (gemm.lhs, gemm.rhs) == (Dims(2, (1,)), Dims(2, (0,))) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes[1:]) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
@@ -119,7 +117,7 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: DTypeLike) -> jax.Array
     dot = partial(
         lax.dot_general,
         dimension_numbers=gemm.dimension_numbers,
-        precision=algorithm if has_algorithms else precision,
+        precision=algorithm if takes_algorithms() else precision,
         preferred_element_type=dtype,
     )
     with jax.named_scope(CUBLASLT):
