@@ -39,7 +39,7 @@ from fp8flax._core.recipes import Recipe
 from fp8flax._core.scaling import delayed_amax, push_amax
 from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
-from fp8flax._core.types import OutSharding, PyTree
+from fp8flax._core.types import OutSharding
 
 T = TypeVar("T")
 Cast = Callable[[jax.Array, jax.Array | None], jax.Array]
@@ -54,8 +54,7 @@ def _cast_to(q_dtype: DTypeLike, compute_dtype: DTypeLike = jnp.float32) -> Cast
 def _with_amax(result: T, x: jax.Array, scale: jax.Array) -> T:
     """Returns ``result``, an array or several; the "gradient" of ``scale`` is the amax of ``x``."""
     amax = merge_amax(delayed_amax(lax.stop_gradient(x)), scale)
-    # The cotangent of the scale is the amax; the amax itself has none.
-    return cast(T, on_cotangent(lambda g, args: (g, (args[1], None)), result, (scale, amax)))
+    return cast(T, on_cotangent(lambda g, amax: (g, amax), result, scale, amax))
 
 
 def _cast_operand(cast: Cast, x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -72,7 +71,7 @@ def _cast_cotangent(cast: Cast, out: jax.Array, scale: jax.Array | None) -> jax.
         amax = None if scale is None else merge_amax(delayed_amax(g), scale)
         return straight_through(cast, g, scale), amax
 
-    return on_cotangent(backward, out, scale)
+    return on_cotangent(backward, out, scale, scale)
 
 
 # The plan of an op between such casts.
@@ -226,13 +225,13 @@ def out_qdq(
     if not is_calibrating():
         return _cast_cotangent(_cast_to(q_dtype, compute_dtype), out, new_scale)
 
-    def report(g: jax.Array, scale_and_state: tuple[jax.Array, ScalingState]) -> tuple[jax.Array, PyTree]:
+    def report(g: jax.Array, scale_and_state: tuple[jax.Array, ScalingState]) -> Operands:
         """Reports the amax of the cotangent, which the "gradient" of the state depends on."""
         scale, state = scale_and_state
         amax = delayed_amax(g)
-        return g, (merge_amax(report_amax(quantizer, amax, amax, state), scale), None)
+        return g, merge_amax(report_amax(quantizer, amax, amax, state), scale)
 
-    return on_cotangent(report, out, (new_scale, state)) if mode.value.backward else out
+    return on_cotangent(report, out, new_scale, (new_scale, state)) if mode.value.backward else out
 
 
 def in_q(

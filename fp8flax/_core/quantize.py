@@ -193,16 +193,16 @@ def _straight_through_jvp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cotangent(f: Callable[..., Any], x: Any, args: Any) -> Any:
-    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, args)`` with its cotangent ``g``.
+def on_cotangent(f: Callable[..., Any], x: Any, args: Any, kept: Any) -> Any:
+    """Returns ``x``, an array or a tree. The backward pass calls ``f(g, kept)`` with its cotangent ``g``.
 
-    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. If a model takes a gradient
-    inside its forward pass, ``f`` is called for the innermost gradient only.
+    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. ``kept`` are the residuals. If a
+    model takes a gradient inside its forward pass, ``f`` is called for the innermost gradient only.
     """
     return x
 
 
-on_cotangent.defvjp(lambda f, x, args: (x, args), lambda f, args, g: f(g, args))
+on_cotangent.defvjp(lambda f, x, args, kept: (x, kept), lambda f, kept, g: (*f(g, kept), None))
 
 
 def no_derivative(f: Callable[..., T]) -> Callable[..., T]:

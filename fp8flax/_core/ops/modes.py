@@ -53,7 +53,9 @@ def observed(
         (x, w), call = look(dict(zip(OPERANDS, operands)), plan, states, scales, None)
         out = compute((x, w), scales)
         args = plan, states, scales, call
-        return cast(jax.Array, on_cotangent(look_at_cotangent, out, args)) if observing.backward else out
+        return (
+            cast(jax.Array, on_cotangent(look_at_cotangent, out, args, args)) if observing.backward else out
+        )
 
 
 def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:

@@ -119,7 +119,7 @@ def step_scales(quantizers: Sequence[DelayedQuantizer], states: Sequence[Scaling
     """
     states = with_metas([ScalingState(*map(on_device, state)) for state in states])
     scales = _read_metas(tuple(quantizers), states)
-    return on_cotangent(_amaxes_in_metas, scales, ([meta for meta, _ in states], scales))
+    return on_cotangent(_amaxes_in_metas, scales, [meta for meta, _ in states], scales)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -135,10 +135,10 @@ def _read_metas(quantizers: tuple[DelayedQuantizer, ...], states: list[ScalingSt
 
 
 @jax.jit
-def _amaxes_in_metas(amaxes: Arrays, args: tuple[Arrays, Arrays]) -> tuple[None, tuple[Arrays, None]]:
+def _amaxes_in_metas(amaxes: Arrays, scales: Arrays) -> tuple[None, Arrays]:
     """Returns the cotangents of the metas: the scales and the amaxes of this step."""
-    numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(args[1], amaxes)]
-    return None, ([pack_meta(*three) for three in numbers], None)
+    numbers = [(x[..., None] for x in (s, a, jnp.zeros_like(s))) for s, a in zip(scales, amaxes)]
+    return None, [pack_meta(*three) for three in numbers]
 
 
 def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
@@ -153,7 +153,7 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
         # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array
         # of all metas.
         made = [pack_meta(*numbers) for numbers in each_alike(_meta_numbers, lax.stop_gradient(missing))]
-        metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing))
+        metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing, missing))
     return [
         ScalingState(
             scale if scale.dtype == fp8_meta else next(metas),
