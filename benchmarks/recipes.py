@@ -8,7 +8,8 @@ computed in bfloat16.
 
 Formula: ms = 1000 * fp8.audit(step, state, x, target=gpu).predicted_seconds["total"]. This is a model, not
 a measurement: for each GEMM the longer of its operations and its bytes, the bytes of all other GPU kernels,
-and 3 microseconds for each launch. A GEMM that only may run in FP8 counts at the rate of bfloat16.
+and the launches, at the rates that one H200 reached (benchmarks/time_model.py). For a B200, which was not
+measured, at the same shares of its published peaks. A GEMM that only may run in FP8 counts as FP8.
 
 times bf16 = ms of bf16 over ms of the row, for the same GPU and width; below 1 FP8 is slower than bf16.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
 from fp8flax._audit.gemms import gemms_of, with_reason
-from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, parse
+from fp8flax._audit.program import Instruction, bytes_moved, bytes_sent, collective_of, has_codes, parse
 from fp8flax._audit.report import AuditReport, percent
 
 _WITHOUT_TRITON = (
@@ -63,13 +63,13 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     compiled = compile_for(found, fn, args, keywords)
     text = compiled.as_text() or ""
     program = parse(text)
-    gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
     without_triton = is_without_triton(found, text)
+    gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
+    others = [kernel for kernel in program.kernels if next(gemms_of(kernel), None) is None]
     sent: Counter[str] = Counter()
     for kernel in program.kernels:
         if kind := collective_of(kernel):
             sent[kind] += bytes_sent(kernel, program.num_devices) * kernel.trip_count
-    moved = sum(bytes_moved(kernel) * kernel.trip_count for kernel in program.kernels)
     loops = [instruction for instruction in program.instructions if instruction.opcode == "while"]
     count = f"{found.mesh.size} × " if found.mesh is not None and found.mesh.size > 1 else ""
     return AuditReport(
@@ -81,10 +81,16 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
         bytes_sent_by=dict(sent),
-        other_bytes=moved - sum(gemm.bytes for gemm in gemms),
+        other_bytes=_moved(others),
+        code_bytes=_moved(filter(has_codes, others)),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         unknown_trip_counts=any("known_trip_count" not in loop.config for loop in loops),
     )
+
+
+def _moved(kernels: Iterable[Instruction]) -> int:
+    """Returns the bytes that GPU kernels read and write in one call."""
+    return sum(bytes_moved(kernel) * kernel.trip_count for kernel in kernels)
 
 
 def assert_fp8(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from fp8flax._audit.compiling import Target
-from fp8flax._audit.program import SLICES, VIEWS, Instruction, bytes_moved
+from fp8flax._audit.program import NARROW, SLICES, VIEWS, Instruction, bytes_moved
 from fp8flax._core import names
 
 
@@ -75,9 +75,6 @@ class AuditedGemm:
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
 """Instructions that may stand between the conversion from FP8 or FP4 to a wide dtype and the GEMM."""
 
-_NARROW = ("f8", "f4")
-"""How XLA's names of the dtypes of 8 and of 4 bits begin."""
-
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
@@ -110,7 +107,7 @@ def gemms_of(kernel: Instruction) -> Iterator[AuditedGemm]:
 
 def _name_of(dtype: str) -> str:
     """Returns the name that JAX has for an XLA dtype of floats; other names are XLA's."""
-    is_narrow = dtype.startswith(_NARROW)
+    is_narrow = dtype.startswith(NARROW)
     return f"float{dtype[1]}_{dtype[2:]}" if is_narrow else _DTYPES.get(dtype, dtype)
 
 
@@ -207,7 +204,7 @@ def _fp8_sources(value: Instruction) -> Iterator[str]:
     """Yields the FP8 and FP4 dtypes that a value was converted from, perhaps outside of its fusion."""
     caller = value.computation.caller
     whole = value.operands[0] if value.opcode == "get-tuple-element" else value
-    if value.result.dtype.startswith(_NARROW) and len(value.results) == 1:
+    if value.result.dtype.startswith(NARROW) and len(value.results) == 1:
         yield value.result.dtype
     elif value.opcode == "parameter" and caller is not None and caller.fused is not None:
         yield from _fp8_sources(caller.operands[int(value.text)])

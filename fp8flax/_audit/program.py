@@ -17,6 +17,10 @@ VIEWS = frozenset(("bitcast", "reshape", "copy", "convert", "transpose"))
 """Instructions that a fusion computes only for the elements that are needed."""
 
 
+NARROW = ("f8", "f4")
+"""How XLA's names of the dtypes of 8 and of 4 bits begin."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Array:
     """Type of one array: its dtype and dimensions."""
@@ -222,6 +226,12 @@ def bytes_moved(kernel: Instruction) -> int:
         # Of several results the last one may be a workspace.
         written -= sum(array.bytes for array in kernel.results[1:] if array.dtype in ("s8", "u8"))
     return written + sum(_read_by(kernel, operand) for operand in operands)
+
+
+def has_codes(kernel: Instruction) -> bool:
+    """Returns whether a kernel reads or writes FP8 or FP4."""
+    read = (array for operand in kernel.operands for array in operand.results)
+    return any(array.dtype.startswith(NARROW) for array in (*kernel.results, *read))
 
 
 def _read_by(user: Instruction, value: Instruction) -> int:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from fp8flax import AuditedGemm, AuditReport
+from fp8flax._audit.times import Rates
 
 MIB = 2**20
 GEMM = AuditedGemm(
@@ -45,6 +46,7 @@ REPORT = AuditReport(
     num_launches=21,
     bytes_sent_by={},
     other_bytes=MIB // 2,
+    code_bytes=MIB // 8,
     temp_bytes=MIB,
     unknown_trip_counts=False,
 )
@@ -62,7 +64,8 @@ def test_table():
         "1 of 2 GEMMs run in FP8 (50.0 % of their FLOPs) on NVIDIA H200, JAX 0.0.\n"
         "5 kernels, 21 launches. The GEMMs move 6.0 MiB, the other kernels 0.5 MiB; "
         "temporaries take 1.0 MiB.\n"
-        "Predicted (not measured): 0.0647 ms; GEMMs 0.00154, other kernels 0.000129, launches 0.063.\n"
+        "Predicted (not measured): 0.0815 ms; GEMMs 0.00151, other kernels 0.000153, launches 0.0798.\n"
+        "The prediction takes the rates that one H200 reached.\n"
         "Compiled without the device, which might choose another backend after measuring."
     )
 
@@ -98,21 +101,30 @@ def test_fp8_operands_in_triton_only_may_run_in_fp8():
 
 
 def test_predicted_time():
-    """By hand: GEMMs at their rates or 85 % of 4.8 TB/s, other bytes at that bandwidth, 3 µs per launch."""
-    bandwidth = 0.85 * 4.8e12
+    """By hand: each GEMM at its share of the peak or of 4.8 TB/s, the other kernels, and the launches."""
+    rates, bandwidth = Rates(), 4.8e12
     large = dataclasses.replace(GEMM, m=8192, k=8192, n=8192, trip_count=2)
-    flops = 2 * 2 * 8192**3
+    flops = 2 * 2 * 8192**3 * 4**rates.slowdown  # four times the smallest that was measured
+    chosen = {"is_fp8": False, "may_be_fp8": True}
     for gemm, seconds in (
-        (large, flops / 1400e12),
-        (dataclasses.replace(large, is_fp8=False, may_be_fp8=True), flops / 790e12),
-        (dataclasses.replace(large, **WIDE), flops / 790e12),
-        (dataclasses.replace(large, **{**WIDE, "lhs_dtype": "float32"}), flops / 395e12),
-        (GEMM, GEMM.bytes / bandwidth),
+        (large, flops / (1979e12 * rates.fast)),
+        (dataclasses.replace(large, accumulation="exact"), flops / (1979e12 * rates.exact)),
+        (dataclasses.replace(large, backend="Pallas"), flops / (1979e12 * rates.blocks)),
+        (dataclasses.replace(large, **chosen), flops / (1979e12 * rates.chosen)),
+        (dataclasses.replace(large, **WIDE), flops / (989e12 * rates.wide)),
+        (dataclasses.replace(large, **{**WIDE, "lhs_dtype": "float32"}), 2 * flops / (989e12 * rates.wide)),
+        (GEMM, GEMM.bytes / (bandwidth * rates.bandwidth)),
     ):
         predicted = dataclasses.replace(REPORT, gemms=(gemm,)).predicted_seconds
-        parts = [seconds, MIB / 2 / bandwidth, 21 * 3e-6]
+        others = 3 * MIB / 8 / rates.bandwidth + MIB / 8 / rates.codes
+        parts = [seconds, others / bandwidth, 21 * rates.launch]
         assert list(predicted.values()) == pytest.approx([*parts, sum(parts)])
         assert list(predicted) == ["GEMMs", "other kernels", "launches", "total"]
+
+
+def test_a_gpu_that_was_not_measured():
+    text = str(dataclasses.replace(REPORT, target="b200"))
+    assert "The prediction takes the shares of the published peaks that one H200 reached.\n" in text
 
 
 def test_fp4():

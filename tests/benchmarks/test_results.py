@@ -1,11 +1,13 @@
 """The committed results are those of the scripts: their question, method, settings and rows."""
 
+import dataclasses
 import itertools
 import json
 
 import pytest
 
-from benchmarks import accuracy, collectives, common, dense, fidelity, recipes, step_cpu
+from benchmarks import accuracy, collectives, common, dense, fidelity, recipes, step_cpu, time_model
+from fp8flax._audit.times import Rates
 from tests import ROOT
 
 MORE = {accuracy: [accuracy.METHOD], dense: [dense.METHOD]}
@@ -24,9 +26,18 @@ ROWS = {
         ("model", "dtype", "contender"),
         [*itertools.product(step_cpu.TASKS, step_cpu.DTYPES, step_cpu.CONTENDERS)],
     ),
+    time_model: (
+        ("entry", "program"),
+        [
+            (entry, name)
+            for entry, rows in json.loads(time_model.MEASURED.read_text())["entries"].items()
+            for name, row in rows.items()
+            if "seconds" in row
+        ],
+    ),
 }
 NAMES = {accuracy: "accuracy", collectives: "collectives", dense: "dense_h200", recipes: "recipes"}
-NAMES |= {step_cpu: "step_cpu"}
+NAMES |= {step_cpu: "step_cpu", time_model: "time_model"}
 
 
 def result(name):
@@ -60,3 +71,22 @@ def test_pages_show_the_committed_results():
     assert accuracy.table(result("accuracy")) in page("accuracy")
     for target in recipes.GPUS:
         assert recipes.table(result("recipes"), target) in page("recipes")
+
+
+def test_the_time_model_is_the_one_that_was_fitted_and_fits():
+    report = result("time_model")
+    assert dataclasses.asdict(Rates()) == pytest.approx(report["fitted"], rel=5e-3)
+    for row in report["rows"]:
+        if row["program"] != time_model.NOT_FITTED:
+            dequantizes = "qdq" in row["program"] or "mxfp8" in row["program"]
+            assert abs(row["predicted"]) < (0.1 if dequantizes else 0.06), row
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("gpu", "promotion_of_users")
+@pytest.mark.parametrize("program", ["bf16", "flax-qdq", "fp8flax", "fp8flax-axiswise", "fp8flax-block128"])
+def test_the_programs_are_still_those_of_the_time_model(program):
+    entry = "dense/8192x4096x4096"
+    (row,) = [r for r in result("time_model")["rows"] if (r["entry"], r["program"]) == (entry, program)]
+    seconds = time_model.audit(entry, program).predicted_seconds["total"]
+    assert 1e3 * seconds == pytest.approx(row["ms"] * (1 + row["predicted"]), rel=0.01)

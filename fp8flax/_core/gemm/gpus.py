@@ -25,7 +25,7 @@ class Fp8EmulationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The properties of a GPU that XLA needs to compile for it, and its speed."""
+    """The properties of a GPU that XLA needs to compile for it, and its published speed."""
 
     name: str
     compute_capability: float
@@ -40,11 +40,11 @@ class Gpu:
     bandwidth: int
     """Bytes per second."""
     bf16: float
-    """FLOP/s that large matmuls reach: 80 % of the published peak with float32 accumulation."""
+    """FLOP/s of dense matmuls with float32 accumulation, as published."""
     fp8: float
-    """FLOP/s in FP8: 71 % of the peak; 0 without FP8 units. Both percentages are what an H200 reaches."""
+    """FLOP/s in FP8, as published; 0 without FP8 units."""
     fp4: float = 0.0
-    """FLOP/s in FP4: 71 % of the peak; 0 without FP4 units."""
+    """FLOP/s in FP4, as published; 0 without FP4 units."""
     fpus_per_core: int = 128
     threads_per_core: int = 2048
     shared_memory_per_block: int = 232_448
@@ -62,8 +62,8 @@ _L40S = Gpu(
     memory=51_539_607_552,
     l2_cache=100_663_296,
     bandwidth=864_000_000_000,
-    bf16=290e12,
-    fp8=520e12,
+    bf16=362e12,
+    fp8=733e12,
     threads_per_core=1536,
     shared_memory_per_block=101_376,
     shared_memory_per_core=102_400,
@@ -76,8 +76,8 @@ _H100 = Gpu(
     memory=84_978_434_048,
     l2_cache=52_428_800,
     bandwidth=3_352_320_000_000,
-    bf16=790e12,
-    fp8=1400e12,
+    bf16=989e12,
+    fp8=1979e12,
 )
 
 GPUS = {
@@ -89,7 +89,7 @@ GPUS = {
         memory=85_100_068_864,
         l2_cache=41_943_040,
         bandwidth=2_039_040_000_000,
-        bf16=250e12,
+        bf16=312e12,
         fp8=0.0,
         fpus_per_core=64,
         shared_memory_per_block=166_912,
@@ -104,8 +104,8 @@ GPUS = {
         memory=25_769_803_776,
         l2_cache=75_497_472,
         bandwidth=1_008_000_000_000,
-        bf16=132e12,
-        fp8=234e12,
+        bf16=165e12,
+        fp8=330e12,
     ),
     "h100": _H100,
     "h200": dataclasses.replace(
@@ -123,9 +123,9 @@ GPUS = {
         memory=191_497_240_576,
         l2_cache=132_644_864,
         bandwidth=8_000_000_000_000,
-        bf16=1800e12,
-        fp8=3190e12,
-        fp4=6390e12,
+        bf16=2250e12,
+        fp8=4500e12,
+        fp4=9000e12,
     ),
     "rtx5090": dataclasses.replace(
         _L40S,
@@ -137,9 +137,9 @@ GPUS = {
         memory=34_190_917_632,
         l2_cache=100_663_296,
         bandwidth=1_792_000_000_000,
-        bf16=168e12,
-        fp8=297e12,
-        fp4=1190e12,
+        bf16=209e12,
+        fp8=419e12,
+        fp4=1676e12,
     ),
 }
 
