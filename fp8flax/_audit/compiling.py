@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import warnings
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -164,29 +162,10 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-@functools.cache
-def compiles_algorithms() -> bool:
-    """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
-
-    JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
-    algorithms. To find out, a small dot is compiled.
-    """
-    sharding = SingleDeviceSharding(_device("h200"))
-    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
-    algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-
-    def compile_dot() -> None:
-        dot = functools.partial(jnp.dot, precision=algorithm, preferred_element_type=jnp.float32)
-        jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
-
-    # In a thread of its own JAX has no context of the caller, such as a mesh. For the warning see below.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread, warnings.catch_warnings(action="ignore"):
-        return thread.submit(compile_dot).exception() is None
-
-
 def is_without_triton(target: Target, text: str) -> bool:
     """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
-    return target.gpu is not None and not compiles_algorithms() and CUBLASLT in text
+    with compiling_for(target.gpu):
+        return CUBLASLT in text and not takes_algorithms()
 
 
 def compile_for(
@@ -214,8 +193,6 @@ def compile_for(
         return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
 
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))
-    if target.gpu is not None:
-        takes_algorithms[0] = compiles_algorithms()
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known to the end.
     with compiling_for(target.gpu):
         traced = jitted.trace(*shapes, **named)  # may compute constants on the CPU

@@ -31,7 +31,6 @@ from fp8flax._core.formats import E5M2
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
-    absent_gpu,
     are_positive,
     compute_capability,
     fits_kernels,
@@ -261,12 +260,11 @@ def _unscaled(gemm: Gemm, a: QTensor, b: QTensor, dtype: Any) -> jax.Array:
     gathered once more.)
     """
     algorithm, precision = _ALGORITHMS[gemm.accumulation]
-    has_algorithms = absent_gpu() is None or takes_algorithms[0]
     left, sizes = row_major(a.codes), gemm.sizes(a, b)
     is_plain = (gemm.lhs, gemm.rhs) == (Dims(2, (1,)), Dims(2, (0,))) and are_positive(sizes)
     if is_in_pairs := is_plain and min(sizes) >= _MIN_FOR_PAIRS:  # M is a multiple of 16
         left, gemm = left.reshape(-1, 2, sizes[1]), gemm._replace(lhs=Dims(3, (2,)))
-    dot = partial(_dot, gemm, dtype=dtype, precision=algorithm if has_algorithms else precision)
+    dot = partial(_dot, gemm, dtype=dtype, precision=algorithm if takes_algorithms() else precision)
     with jax.named_scope(CUBLASLT):
         out = for_cuda(dot, left, row_major(b.codes))
     return out.reshape(-1, out.shape[-1]) if is_in_pairs else out

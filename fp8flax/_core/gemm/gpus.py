@@ -168,10 +168,13 @@ def absent_gpu() -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if device.device_kind in (gpu.name, gpu.pallas_name)), None)
 
 
-takes_algorithms = [True]
-"""Whether JAX compiles an FP8 dot with a ``DotAlgorithmPreset`` for an absent GPU, in a list of one.
+def takes_algorithms() -> bool:
+    """Returns whether JAX compiles an FP8 dot with a ``DotAlgorithmPreset``.
 
-It is the same for a whole process. The audit finds it out before it traces a program."""
+    From version 0.12 on JAX writes a program for an absent GPU in a version of StableHLO that has no such
+    algorithms, unless another GPU is present.
+    """
+    return absent_gpu() is None or jax.__version_info__ < (0, 12) or jax.default_backend() == "gpu"
 
 
 def compute_capability() -> float:
