@@ -22,13 +22,11 @@ class Rates:
     wide: float = 0.713
     """Share of the bf16 peak in a GEMM of bf16. One of float32 counts half, which was not measured."""
     fast: float = 0.686
-    """Share of the FP8 or FP4 peak with fast accumulation, and where the program states none."""
+    """Share of the FP8 peak with fast accumulation."""
     exact: float = 0.640
-    """Share of the FP8 peak with exact accumulation."""
+    """Share of the FP8 or FP4 peak with exact accumulation, and where the program states none."""
     blocks: float = 0.440
     """Share of the FP8 peak in the GPU kernels of this package."""
-    chosen: float = 0.637
-    """Share of the FP8 peak where XLA chooses the GPU kernel: on the H200 it chose cublasLt."""
     slowdown: float = 0.0236
     """A GEMM of ``s > 1`` times the FLOPs of 8192×4096×4096 runs at ``s**-slowdown`` of these rates."""
     bandwidth: float = 0.870
@@ -40,15 +38,12 @@ class Rates:
 
     def seconds_of(self, gemm: AuditedGemm, gpu: Gpu) -> float:
         """Returns the time of a GEMM's operations or of its bytes, whichever is longer."""
-        if gemm.is_fp4:
-            rate = self.fast * gpu.fp4
-        elif gemm.may_be_fp8:
-            rate = self.chosen * gpu.fp8
-        elif gemm.is_fp8 and gemm.backend == "Pallas":
-            rate = self.blocks * gpu.fp8
-        elif gemm.is_fp8:
-            rate = (self.exact if gemm.accumulation == "exact" else self.fast) * gpu.fp8
-        else:
+        peak = gpu.fp4 if gemm.is_fp4 else gpu.fp8 if gemm.is_fp8 or gemm.may_be_fp8 else 0
+        if not peak:
             rate = self.wide * gpu.bf16 / (2 if "float32" in (gemm.lhs_dtype, gemm.rhs_dtype) else 1)
+        elif gemm.backend == "Pallas":
+            rate = self.blocks * peak
+        else:
+            rate = (self.fast if gemm.accumulation == "fast" else self.exact) * peak
         size = max(1, gemm.flops / gemm.trip_count / _FULL_SIZE)
         return max(gemm.flops / rate * size**self.slowdown, gemm.bytes / (self.bandwidth * gpu.bandwidth))
