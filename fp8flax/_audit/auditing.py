@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
 from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
 from fp8flax._audit.gemms import gemms_of, with_reason
-from fp8flax._audit.program import Instruction, bytes_moved, bytes_sent, collective_of, has_codes, parse
+from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, has_codes, parse
 from fp8flax._audit.report import AuditReport, percent
+from fp8flax._core.types import PyTree
 
 _WITHOUT_TRITON = (
     "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "
@@ -20,7 +20,9 @@ _WITHOUT_TRITON = (
 )
 
 
-def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:
+def audit(
+    fn: Callable[..., object], *args: PyTree, target: str | Mesh = "h200", **keywords: PyTree
+) -> AuditReport:
     """Compiles a function for a GPU, which need not be present, and reports which of its GEMMs run in FP8.
 
     Nothing is executed, and no donated buffer is used up. Targets other than ``local`` need the extra
@@ -66,6 +68,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     without_triton = is_without_triton(found, text)
     gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
     others = [kernel for kernel in program.kernels if next(gemms_of(kernel), None) is None]
+    moved = [(bytes_moved(kernel) * kernel.trip_count, has_codes(kernel)) for kernel in others]
     sent: Counter[str] = Counter()
     for kernel in program.kernels:
         if kind := collective_of(kernel):
@@ -81,20 +84,19 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
         bytes_sent_by=dict(sent),
-        other_bytes=_moved(others),
-        code_bytes=_moved(filter(has_codes, others)),
+        other_bytes=sum(size for size, _ in moved),
+        code_bytes=sum(size for size, is_of_codes in moved if is_of_codes),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         unknown_trip_counts=any("known_trip_count" not in loop.config for loop in loops),
     )
 
 
-def _moved(kernels: Iterable[Instruction]) -> int:
-    """Returns the bytes that GPU kernels read and write in one call."""
-    return sum(bytes_moved(kernel) * kernel.trip_count for kernel in kernels)
-
-
 def assert_fp8(
-    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str | Mesh = "h200", **keywords: Any
+    fn: Callable[..., object],
+    *args: PyTree,
+    min_flops: float = 1.0,
+    target: str | Mesh = "h200",
+    **keywords: PyTree,
 ) -> AuditReport:
     """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 

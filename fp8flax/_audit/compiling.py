@@ -24,6 +24,7 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
+from fp8flax._core.types import PyTree
 
 # The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers. Without the version of cuDNN,
 # XLA expands block-scaled matmuls to bfloat16. JAX 0.10 reads the versions in the last lines of the text,
@@ -169,7 +170,7 @@ def is_without_triton(target: Target, text: str) -> bool:
 
 
 def compile_for(
-    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
+    target: Target, fn: Callable[..., object], args: PyTree, keywords: PyTree | None = None
 ) -> jax.stages.Compiled:
     """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
@@ -180,7 +181,7 @@ def compile_for(
     elif mesh is not None and jitted is not fn:  # a jitted function may have in_shardings
         unnamed = NamedSharding(mesh, PartitionSpec())
 
-    def shape_of(leaf: Any) -> Any:
+    def shape_of(leaf: object) -> object:
         """Returns the shape, dtype and sharding of an array; any other value unchanged."""
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return leaf

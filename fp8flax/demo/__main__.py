@@ -54,20 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, ValueError) as error:  # an extra or the data is missing
         sys.exit(f"fp8flax.demo: {error}")
 
-    notes = set[str]()
-
-    def note(message: Warning | str, *_: object, **__: object) -> None:
-        """Prints a warning once, without the place in the code where it comes from."""
-        if str(message) not in notes:
-            notes.add(str(message))
-            print(f"Note: {message}", flush=True)
-
     with warnings.catch_warnings():
-        warnings.showwarning = note
+        warnings.filterwarnings("once", category=UserWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}", flush=True)
         runs = train(task, options.seed)
-        print(
-            "Counting what FP8 gives. To compile four steps for an H200 takes a minute or two.", flush=True
-        )
+        print("Counting what FP8 gives. To compile two steps for an H200 takes a minute.", flush=True)
         out = Path(options.out or time.strftime("runs/%Y%m%d-%H%M%S"))
         print(report.write(out, task, runs, vars(options)))
 

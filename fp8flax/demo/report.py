@@ -51,9 +51,9 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, object]) -> str:
     figures["share of the matmuls' FLOPs in FP8"] = [0.0, share]
     figures["MiB kept for the backward pass"] = [mebibytes_kept(task, p) for p in PRECISIONS]
     try:
-        lines = _predict(task, figures)
+        speed = _predict(at_real_width(task), figures)
     except ImportError as error:
-        lines = [f"No predicted time of a step on an H200: {str(error)[:200]}"]
+        speed = f"No predicted time of a step on an H200: {str(error)[:200]}"
     out.mkdir(parents=True, exist_ok=True)
     results = {
         "options": options,
@@ -67,24 +67,20 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, object]) -> str:
     rows = [f"{name:36}{bf16:10.4g}{in_fp8:10.4g}" for name, (bf16, in_fp8) in figures.items()]
     table = "\n".join([f"{'':36}{'bf16':>10}{'FP8':>10}", *rows])
     remark = f"{SHORT_RUN}\n" if task.steps < 2000 else ""
-    end = [f"{headline(runs)}.", *lines, f"Picture and figures: {out}"]
+    end = [f"{headline(runs)}.", speed, f"Picture and figures: {out}"]
     return f"\n{table}\n\n{remark}" + "\n".join(end)
 
 
-def _predict(task: Task, figures: dict[str, list[float]]) -> list[str]:
-    """Adds predicted times of a step to the figures, and returns a line for each width."""
-    lines = []
-    for name, audited in (("a step on an H200", task), ("that, at width 4096", at_real_width(task))):
-        audits = [audit(audited, precision) for precision in PRECISIONS]
-        bf16, in_fp8 = (1e3 * one.predicted_seconds["total"] for one in audits)
-        figures[f"predicted ms of {name}"] = [bf16, in_fp8]
-        width = audited.models["fp8"].width
-        launches = [one.num_launches for one in audits]
-        lines.append(
-            f"At width {width} a step on an H200 is predicted to run at {bf16 / in_fp8:.2f} times the "
-            f"speed of bf16, with {launches[1]} launches of GPU kernels instead of {launches[0]}."
-        )
-    return lines
+def _predict(task: Task, figures: dict[str, list[float]]) -> str:
+    """Adds the predicted times of a step to the figures, and returns a line about them."""
+    audits = [audit(task, precision) for precision in PRECISIONS]
+    bf16, in_fp8 = (1e3 * one.predicted_seconds["total"] for one in audits)
+    width = task.models["fp8"].width
+    figures[f"predicted ms, H200, width {width}"] = [bf16, in_fp8]
+    return (
+        f"At width {width} a step on an H200 is predicted to run at {bf16 / in_fp8:.2f} times the speed of "
+        f"bf16, with {audits[1].num_launches} launches of GPU kernels instead of {audits[0].num_launches}."
+    )
 
 
 def headline(runs: Runs) -> str:

@@ -81,13 +81,11 @@ def make_task(steps: int | None, recipe: str, folder: str | None) -> Task:
 
 def at_real_width(task: Task) -> Task:
     """Returns a task with the same model at width 4096, and batches of about 8192 rows, for an audit."""
-
-    def batch(seed: int, step: int) -> np.ndarray:
-        small = task.batch(seed, step)
-        return np.repeat(small, -(-8192 // small[:, 1:].size), 0)
-
+    times = -(-8192 // task.batch(0, 0)[:, 1:].size)
     models = {name: model.clone(width=4096, num_heads=32) for name, model in task.models.items()}
-    return dataclasses.replace(task, models=models, batch=batch)
+    return dataclasses.replace(
+        task, models=models, batch=lambda seed, step: np.repeat(task.batch(seed, step), times, 0)
+    )
 
 
 def make_state(task: Task, precision: str, seed: int) -> fp8.TrainState:
@@ -116,19 +114,14 @@ def train_step(state: fp8.TrainState, windows: jax.Array) -> tuple[fp8.TrainStat
     return state.apply_gradients(grads=grads), loss
 
 
-@jax.jit
-def _evaluate(state: fp8.TrainState, windows: jax.Array) -> jax.Array:
-    return loss_of_step(state.params, state, windows)
-
-
 def train(task: Task, precision: str, seed: int) -> Iterator[dict[str, float]]:
     """Trains a model; yields after each step its loss, and now and then figures of held-out data."""
-    state = make_state(task, precision, seed)
+    state, evaluate = make_state(task, precision, seed), jax.jit(loss_of_step)
     for step in range(1, task.steps + 1):
         state, loss = train_step(state, task.batch(seed, step - 1))
         figures = {"step": step, "loss": float(loss)}
         if step % -(-task.steps // 12) == 0 or step == task.steps:
-            losses = [_evaluate(state, windows) for windows in task.validation]
+            losses = [evaluate(state.params, state, windows) for windows in task.validation]
             figures["validation loss"] = float(np.mean(losses, dtype=float))
         yield figures
 
