@@ -190,7 +190,7 @@ def compile_for(
             fits = set(found.mesh.axis_names) <= set(mesh.axis_names)
             sharding = NamedSharding(mesh, found.spec) if fits else unnamed
         # Without x64, JAX computes in float32 with a float64 array of NumPy.
-        of: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        of = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=sharding, weak_type=of.weak_type)
 
     shapes, named = jax.tree.map(shape_of, (args, keywords or {}))

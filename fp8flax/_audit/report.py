@@ -100,7 +100,7 @@ class AuditReport:
         The times come from a model: for each GEMM the longer of its operations and its bytes, the bytes of
         all other GPU kernels, and the launches, each at the rate that one H200 reached. There it is within
         6 % of the measured steps and layers. A GEMM that may run in FP8 counts as one that does; for one
-        layer of such GEMMs the predicted time is 23 % too short. For other GPUs the model takes the same
+        layer of such GEMMs the predicted time is 24 % too short. For other GPUs the model takes the same
         shares of their published peaks. A hand-written GPU kernel, such as flash attention, counts by its
         bytes only, and so do random numbers.
         """
