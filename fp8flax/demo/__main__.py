@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -54,9 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, ValueError) as error:  # an extra or the data is missing
         sys.exit(f"fp8flax.demo: {error}")
 
+    @functools.cache
+    def note(text: str) -> None:
+        print(f"Note: {text}", flush=True)
+
     with warnings.catch_warnings():
-        warnings.filterwarnings("once", category=UserWarning)
-        warnings.showwarning = lambda message, *_, **__: print(f"Note: {message}", flush=True)
+        # Each text once, without the place in the code where it comes from. Python forgets what it showed.
+        warnings.showwarning = lambda message, *_, **__: note(str(message))
         runs = train(task, options.seed)
         print("Counting what FP8 gives. To compile two steps for an H200 takes a minute.", flush=True)
         out = Path(options.out or time.strftime("runs/%Y%m%d-%H%M%S"))
