@@ -196,8 +196,8 @@ def _straight_through_jvp(
 def on_cotangent(f: Callable[..., Any], x: Any, args: Any, kept: Any) -> Any:
     """Returns ``x``, an array or a tree. The backward pass calls ``f(g, kept)`` with its cotangent ``g``.
 
-    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. ``kept`` are the residuals. If a
-    model takes a gradient inside its forward pass, ``f`` is called for the innermost gradient only.
+    ``f`` returns the cotangents of ``x`` and of ``args``, a tree of arrays. ``kept`` are the residuals.
+    If a model takes a gradient inside its forward pass, ``f`` is called for the innermost gradient only.
     """
     return x
 

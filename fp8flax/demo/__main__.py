@@ -25,15 +25,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options in the arguments of a command line."""
     parser = argparse.ArgumentParser(
         prog="python -m fp8flax.demo",
-        description="Trains a byte-level Transformer in bf16 and in FP8, from the same weights on the same "
-        "batches, and compares the two.",
+        description="Trains a model in bf16 and in FP8, from the same weights on the same batches, and "
+        "compares the two.",
     )
     add = parser.add_argument
-    add("--steps", type=int, help="training steps (default 300)")
+    text = "lm (default): a byte-level Transformer; imdb: a classifier of film reviews"
+    add("task", nargs="?", choices=("lm", "imdb"), default="lm", help=text)
+    add("--steps", type=int, help="training steps (default lm: 300, imdb: 2400)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
     text = "how FP8 tensors are scaled (default delayed)"
     add("--recipe", choices=tuple(training.RECIPES), default="delayed", help=text)
-    add("--data", metavar="DIR", help="a folder of text files (default: Python's standard library)")
+    text = "lm: a folder of text files (default: Python's standard library); imdb: the folder aclImdb"
+    add("--data", metavar="DIR", help=text)
     add("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
     text = "train nothing; list which matmuls of the training step run in FP8 on an H200"
     add("--audit", action="store_true", help=text)
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         jax.config.update("jax_platforms", "cpu")
     try:
-        task = training.make_task(options.steps, options.recipe, options.data)
+        task = getattr(training, options.task)(options.steps, options.recipe, options.data)
         if options.audit:
             warnings.filterwarnings("ignore", "FP8 matmuls are emulated")
             print(report.audit(task, "fp8"))

@@ -1,10 +1,13 @@
-"""The data of the demo: bytes of text."""
+"""The data of the demo: bytes of text, and film reviews."""
 
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
+from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,3 +50,43 @@ def validation_batches(
     starts = np.linspace(0, len(text) - length - 2, num_batches * batch_size).astype(int)
     windows = np.stack([text[s : s + length + 1] for s in starts]).astype(np.int32)
     return list(windows.reshape(num_batches, batch_size, length + 1))
+
+
+class Examples(NamedTuple):
+    """Inputs and their labels: arrays with the examples as their first dimension."""
+
+    inputs: Any
+    labels: Any
+
+
+def load_reviews(folder: str | None, vocabulary: int, length: int) -> tuple[Examples, Examples]:
+    """Reads film reviews for training and for validation; returns their words as integers.
+
+    As in Keras's IMDB data, a word is its rank among the words of the training reviews. The ranks begin
+    at 2 with the most frequent word. All words from rank ``vocabulary`` on are 1. A long review keeps its
+    last ``length`` words, and a short one ends in zeros.
+    """
+    root = folder or "aclImdb"
+
+    def read(part: str) -> Examples:
+        files = [sorted(Path(root, part, name).glob("*.txt")) for name in ("neg", "pos")]
+        if not all(files):
+            raise ValueError(
+                f"{root} needs film reviews in {part}/neg and {part}/pos. Unpack https://ai.stanford.edu/"
+                "~amaas/data/sentiment/aclImdb_v1.tar.gz, and pass the folder aclImdb as --data."
+            )
+        texts = [path.read_bytes().decode(errors="replace") for paths in files for path in paths]
+        labels = np.repeat(np.arange(2, dtype=np.int32), list(map(len, files)))
+        return Examples([re.findall(r"[\w']+", text.lower()) for text in texts], labels)
+
+    train, validation = read("train"), read("test")
+    words = Counter(word for review in train.inputs for word in review)
+    ranks = {word: rank for rank, (word, _) in enumerate(words.most_common(vocabulary - 2), 2)}
+
+    def as_integers(reviews: Examples) -> Examples:
+        rows = np.zeros((len(reviews.labels), length), np.int32)
+        for row, review in zip(rows, reviews.inputs):
+            row[: len(review)] = [ranks.get(word, 1) for word in review[-length:]]
+        return Examples(rows, reviews.labels)
+
+    return as_integers(train), as_integers(validation)

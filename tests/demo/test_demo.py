@@ -1,4 +1,4 @@
-"""The demo trains in bf16 and FP8, and reports what FP8 cost and gave."""
+"""The demo trains both tasks in bf16 and FP8, and reports what FP8 cost and gave."""
 
 import json
 from functools import partial
@@ -38,6 +38,22 @@ def text(tmp_path):
     return folder
 
 
+def write_reviews(folder, train=20, test=10):
+    """Writes short reviews in the layout of aclImdb: as many of each class as the numbers say."""
+    for part, count in (("train", train), ("test", test)):
+        for name, word, score in (("pos", "moving", 8), ("neg", "dull", 2)):
+            below = folder / part / name
+            below.mkdir(parents=True)
+            for i in range(count):
+                (below / f"{i}_{score}.txt").write_text(f"A {word} film of a man who finds {i} ways.<br />")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    return write_reviews(tmp_path_factory.mktemp("data") / "aclImdb")
+
+
 def without_audit(task, precision):
     raise ImportError("pip install it")
 
@@ -60,12 +76,32 @@ class TestText:
             assert (first != batch(seed=seed, step=step)).any()
 
 
+class TestReviews:
+    def test_words_are_ranks_in_the_training_reviews(self, tmp_path):
+        texts = {
+            "train/neg": "The end. The END, the!",
+            "train/pos": "end it's",
+            "test/neg": "it's unknown end THE <end",
+            "test/pos": "the",
+        }
+        for name, text in texts.items():
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "0_0.txt").write_text(text)
+        for size, words, others in (
+            (100, [[3, 2, 3, 2], [3, 4, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+            (4, [[3, 2, 3, 2], [3, 1, 0, 0]], [[1, 3, 2, 3], [2, 0, 0, 0]]),
+        ):
+            train, held_out = data.load_reviews(str(tmp_path), size, 4)
+            np.testing.assert_array_equal(train.inputs, words)
+            np.testing.assert_array_equal(held_out.inputs, others)
+
+
 class TestTraining:
     @pytest.mark.long
     @pytest.mark.newest
     def test_both_precisions_start_from_the_same_weights(self, text, monkeypatch):
         monkeypatch.setattr(training, "Settings", TINY)
-        task = training.make_task(6, "delayed", str(text))
+        task = training.lm(6, "delayed", str(text))
         bf16, in_fp8 = (training.make_state(task, precision, 3).params for precision in training.PRECISIONS)
         jax.tree.map(np.testing.assert_array_equal, bf16["params"], in_fp8["params"])
         # The attention of the first block is wide.
@@ -100,7 +136,7 @@ class TestCommandLine:
         for name, values in figures.items():
             (line,) = [line for line in lines if line.startswith(name)]
             assert line.split()[-2:] == [f"{value:.4g}" for value in values.values()]
-            assert values["bf16"] != values["fp8"]
+            assert values["bf16"] != values["fp8"] or name == "validation accuracy"
         assert 0.5 < figures["share of the matmuls' FLOPs in FP8"]["fp8"] < 1
         for run in results["runs"].values():
             assert [one["step"] for one in run] == [1, 2, 3, 4, 5, 6]
@@ -109,19 +145,29 @@ class TestCommandLine:
         cli.main(["--data", str(text), "--steps", "6", "--audit"])
         assert "ByteTransformer/block_0/up" in capsys.readouterr().out
 
-    def test_without_the_audit(self, text, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(training, "Settings", TINY)
-        monkeypatch.setattr(TINY, "steps", 300, raising=False)
+    def test_reviews_without_the_audit(self, reviews, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(report, "audit", without_audit)
         out = tmp_path / "out"
-        cli.main(["--data", str(text), "--steps", "2", "--recipe", "mxfp8", "--out", str(out)])
-        assert "pip install it" in capsys.readouterr().out
-        assert json.loads((out / "results.json").read_text())["options"]["recipe"] == "mxfp8"
+        cli.main(["imdb", "--data", str(reviews), "--steps", "2", "--recipe", "mxfp8", "--out", str(out)])
+        printed = capsys.readouterr().out
+        assert "pip install it" in printed
+        assert "2,000 steps" not in printed
+        results = json.loads((out / "results.json").read_text())
+        assert 0 < results["figures"]["validation accuracy"]["fp8"] < 1
+        assert results["options"]["recipe"] == "mxfp8"
 
 
-def test_missing_data_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--data", "missing"], "too little text"),
+        (["imdb"], "aclImdb_v1.tar.gz"),
+        (["imdb", "--data", "missing"], "missing needs film reviews"),
+    ],
+)
+def test_missing_data_is_one_line(arguments, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="too little text") as stopped:
-        cli.main(["--data", "missing"])
+    with pytest.raises(SystemExit, match=word) as stopped:
+        cli.main(arguments)
     assert "\n" not in str(stopped.value)
     assert not list(tmp_path.iterdir())
