@@ -46,7 +46,7 @@ def test_three_of_three_gemms_of_a_dense_layer(texts):
         "dgrad": ("Dense", e5m2, e4m3, "cublasLt", "exact"),
         "wgrad": ("Dense", e4m3, e5m2, "cublasLt", "exact"),
     }
-    # The op makes the digests of three states by itself, each in kernels of its own.
+    # The op makes the metas of three states by itself, each in kernels of its own.
     assert report.num_kernels <= 24
     assert report.gemm_bytes + report.other_bytes < 737 * MIB  # 816 for Flax's op with this backend
     # cublasLt multiplies by the scale before it rounds, so no scale is rounded to the result's dtype.
