@@ -309,32 +309,27 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None
-    used = [quantizer for quantizer in (lhs, rhs) if quantizer is not None]
-    of_dtype = [(quantizer.dtype, quantizer.scale_columns) for quantizer in used]
-    form: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
-    inputs = None
-    if all(quantizer.dtype == E2M1 for quantizer in used):
-        kind, form["num_bits"] = "nvfp4-pack-quantized", 4
-        per_kernel = {"strategy": "tensor_group", "group_size": 16}
-    elif of_dtype == [(E4M3, 128)] * 2 and rhs.block == (128, 128):
+    used, inputs = [quantizer for quantizer in (lhs, rhs) if quantizer is not None], None
+    if [(q.dtype, q.scale_columns) for q in used] == [(E4M3, 128)] * 2 and rhs.block == (128, 128):
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
+    form: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    if all(q.dtype == E2M1 for q in used):
+        form["num_bits"], kind = 4, "nvfp4-pack-quantized"
+        weights: dict[str, Any] = {"strategy": "tensor_group", "group_size": 16}
     elif any(q.dtype != E4M3 or q.block for q in used):
         return None
     else:
-        kind, per_kernel = "float-quantized", {"strategy": "tensor" if rhs.has_one_scale else "channel"}
+        kind, weights = "float-quantized", {"strategy": "tensor" if rhs.has_one_scale else "channel"}
         if lhs is not None:
             per_input = {"strategy": "tensor" if lhs.has_one_scale else "token"}
             inputs = {**form, **per_input, "dynamic": not isinstance(lhs, DelayedQuantizer)}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**form, **per_kernel, "dynamic": False},
-        "input_activations": inputs,
-    }
+    weights = {**form, **weights, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,

@@ -114,7 +114,6 @@ class Serving:
     """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
 
     def __call__(self, model: nn.Module) -> Call:
-        """Returns a new call of a model."""
         return ServingCall(self, model)
 
 

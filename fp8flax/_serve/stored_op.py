@@ -173,23 +173,21 @@ def freeze_ops(
     for paths in groups.values():
         of_ops = [delayed[path] for path in paths]
         kernels |= dict.fromkeys(paths, _stored(seen[paths[0]], of_ops, params, uses))
+    ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
     for path, kernel in kernels.items():
-        if isinstance(kernel, str):
-            wide |= {source.path: kernel for source in seen[path].kernel.sources}
+        op = seen[path]
+        if isinstance(kernel, Stored):
+            own = delayed[path] | kernel.scales
+            ops.append(kernel.op._replace(path=path, gemms=op.gemms, scales=tuple(own)))
+            codes[op.kernel.sources[0].path] = kernel.codes
+            scales |= {(*path, name): x for name, x in own.items()}
+        else:
+            ops.append(ServedOp(path, CustomRecipe() if op.gemms is WEIGHT_ONLY else op.gemms))
+            wide |= {source.path: kernel for source in op.kernel.sources if kernel}
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
-    ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
-    for path, kernel in kernels.items():
-        gemms = seen[path].gemms
-        if not isinstance(kernel, Stored):
-            ops.append(ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms))
-            continue
-        own = delayed[path] | kernel.scales
-        ops.append(kernel.op._replace(path=path, gemms=gemms, scales=tuple(own)))
-        codes[seen[path].kernel.sources[0].path] = kernel.codes
-        scales |= {(*path, name): x for name, x in own.items()}
     return ops, codes, scales
 
 
