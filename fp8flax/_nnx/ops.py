@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._compat.traces import running_in, trace_behind, unwatched
+from fp8flax._compat.traces import FrontTrace, running_in, trace_behind, unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
@@ -22,9 +22,6 @@ from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
-from fp8flax._model.interception import Frame, Interception
-from fp8flax._model.param_origin import Origin
-from fp8flax._model.rules import Site
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
@@ -91,6 +88,8 @@ class Fp8Op(OpBase, nnx.Module):
     """The trace in which a ``ModuleCall`` draws random keys: NNX refuses to do so in ``jax.checkpoint``."""
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
+    qwix_path: tuple[str, ...] = ()
+    """A path for Qwix, which takes the innermost module whose method runs for a layer."""
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct", rngs: nnx.Rngs | None = None):
         self.recipe, self.form = recipe, form
@@ -150,20 +149,6 @@ class Fp8Op(OpBase, nnx.Module):
         return variable.get_value(), where
 
 
-class _PlainCall(Interception):
-    """One call of the function of JAX that an op stands for; the op computes its contraction."""
-
-    def __init__(self, op: Fp8Op, kernel: Any) -> None:
-        super().__init__()
-        self.op = op
-        self.frames.append(Frame(op, ""))
-        self.origins.add([(("kernel",), kernel)])
-
-    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Computes the contraction with the kernel by the op, and the others as they are."""
-        return "beside" if kernel is None else by(self.op._run)
-
-
 _CODE = lax.dot_general.__code__
 """JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
 
@@ -173,6 +158,27 @@ def plain_of(row: type[Op]) -> Callable[..., jax.Array]:
     return jnp.einsum if row is Einsum else row.plain
 
 
+class _InPlace:
+    """The handler of a ``FrontTrace`` in which an op computes the primitive of its own operands.
+
+    ``jnp.einsum`` is a jitted function, whose primitive has several results.
+    """
+
+    def __init__(self, op: Fp8Op, operands: Sequence[Any], compute: Callable[[], jax.Array]) -> None:
+        self.primitive = "jit" if op.row is Einsum else op.row.primitive
+        self.operands, self.compute = {id(x) for x in operands}, compute
+
+    def on_primitive(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+        if primitive.name != self.primitive or not self.operands <= {id(x) for x in operands}:
+            return front.compute(primitive, operands, params)
+        with running_in(front.behind):
+            out = self.compute()
+        return [out] if primitive.multiple_results else out
+
+    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
 def _beside_others(call: Any) -> Any:
     """Returns the ``__call__`` of an op, which lets code that has replaced a function of JAX take part.
 
@@ -180,10 +186,13 @@ def _beside_others(call: Any) -> Any:
     """
 
     @functools.wraps(call)
-    def run(op: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    def run(op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
         if lax.dot_general.__code__ is _CODE:
-            return call(op, *args, **kwargs)
-        with _PlainCall(op, args[1 + (op.row is Einsum)]).watching():
+            return cast(jax.Array, call(op, *args, **kwargs))
+        first = int(op.row is Einsum)  # an equation comes before the operands
+        args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
+        in_place = _InPlace(op, args[first : first + 2], lambda: call(op, *args, **kwargs))
+        with running_in(FrontTrace(in_place)):
             return plain_of(op.row)(*args, **kwargs)
 
     return run

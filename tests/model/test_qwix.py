@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 
-def with_lora(model, *inputs, **kwargs):
-    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=2.0)
+def with_lora(model, *inputs, layers=".*", **kwargs):
+    provider = qwix.LoraProvider(module_path=layers, rank=4, alpha=2.0)
     return qwix.apply_lora_to_model(model, provider, *inputs, **kwargs)
 
 
@@ -58,6 +58,25 @@ def test_nnx(layer, order, has_inputs):
     plain = with_lora(wide, x, rngs=rngs)
     nnx.update(plain, nnx.state(model, nnx.LoRAParam))
     np.testing.assert_allclose(model(x) - alone, plain(x) - wide(x), rtol=1e-4, atol=1e-4)
+
+
+class Experts(nnx.Module):
+    def __init__(self):
+        self.kernels, self.out = nnx.Param(normal(2, 2, 16, 8)), nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, sizes):
+        return self.out(jax.lax.ragged_dot(x, self.kernels[...], sizes))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_experts_beside_adapters(order):
+    inputs, model = (normal(0, 4, 16), jnp.array([3, 1])), Experts()
+    lora = {"layers": "out", "rngs": nnx.Rngs(1)}  # Qwix has no adapters for experts
+    if order == "before":
+        model8 = fp8.quantize_model(with_lora(model, *inputs, **lora), *inputs, **ALL)
+    else:
+        model8 = with_lora(fp8.quantize_model(model, *inputs, **ALL), *inputs, **lora)
+    np.testing.assert_array_equal(model8(*inputs), fp8.quantize_model(model, *inputs, **ALL)(*inputs))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
