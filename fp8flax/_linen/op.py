@@ -12,11 +12,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8flax._compat.flax_context import running_modules
+from fp8flax._compat.flax_internals import call_of, running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, RNG
 from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.recipes import Recipe
-from fp8flax._linen.conversion import call_of
 
 
 def called(op: type[Op]) -> Callable[..., jax.Array]:

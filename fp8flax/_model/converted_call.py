@@ -23,12 +23,14 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, cast
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import (
@@ -42,7 +44,6 @@ from fp8flax._core.names import (
 )
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.state.tree import path_names
-from fp8flax._linen.conversion import call_of, having
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception, given_site, in_module, scope_in
@@ -50,42 +51,38 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
 
 Path = tuple[str, ...]
+Variables = Mapping[str, Any]
+"""Collections of variables by their names."""
 
 
 class Call(Interception):
-    """One call of a converted model by code outside of the model.
-
-    If there is ``counted``, it gets the contractions with the decisions by their keys. Each contraction
-    is then computed in the scope that ``scope_in`` returns, and none is converted.
-    """
+    """One call of a converted model by code outside of the model."""
 
     on_op: Any = None
     """A function that computes the Linen ops of the call in another way; see ``call_of``."""
     has_ops = False
-    """Whether an FP8 op has run."""
+    """Whether an FP8 op that the user gave to a layer has run."""
 
-    def __init__(self, model: Any, *, counted: dict[Hashable, Site] | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.cls, self.rules, self.is_counting = type(model), model._fp8_rules, counted is not None
+        self.cls, self.rules = type(model), model._fp8_rules
         # The path is empty unless a Linen model that is not converted calls the model.
         self.path, self.is_init = model.scope.path, model.is_initializing()
-        self.decided = {} if counted is None else counted
+        self.decided: dict[Hashable, Site] = {}
         """The contractions with the decisions about them, by their keys."""
-        if self.is_counting:
-            self.on_op = self._count_op
         self._made: set[Path] = set()
         """The paths of the arrays that ``init`` has made for ops."""
         self._kernels: dict[Path, str | None] = {}
         """``Site.kernel`` of each op, by the path of the op."""
 
-    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def put_in(self, variables: Variables) -> Variables:
         """Returns the collections of the caller as the method sees them."""
         return merged(as_own_arrays(variables))
 
-    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def take_out(self, variables: Variables) -> Variables:
         """Returns the collections of the method as the caller sees them, if no state is lost."""
         for path in self._made:
-            if _found(variables[PARAMS], path[len(self.path) :]) is None:
+            if _value_at(variables[PARAMS], path[len(self.path) :]) is None:
                 layer = "/".join(path[:-2])
                 raise ValueError(
                     f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around "
@@ -98,35 +95,27 @@ class Call(Interception):
     # How methods run.
 
     @contextlib.contextmanager
-    def in_frame(self, module: Any, method: str | None) -> Iterator[None]:
-        """A context in which a method of a module runs."""
-        scope = module.scope
-
-        def put_variable(collection: str, name: str, value: Any) -> None:
-            """Makes a variable."""
-            type(scope).put_variable(scope, collection, name, value)
-            self._add_variables(scope, {collection: {name: value}})
-
+    def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
+        """A context in which a method of a module runs, and finds the state where the caller has it."""
+        scope = cast(flax.core.Scope, module.scope)
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
-            self._add_variables(scope.root, _variables_of(scope.root))
+            self._add_variables(scope.root, variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        # The module finds the state where the caller has it.
-        own = having(scope, variables=lambda: split(_variables_of(scope)), put_variable=put_variable)
         try:
-            with own, self.watching(), in_module(scope.path if self.is_counting else None):
+            with showing(scope, split, lambda new: self._add_variables(scope, new)), self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which contractions go to ``contract``, unless FP8 is switched off."""
+        """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""
         is_plain = self.on_op is None and not self.is_init  # init decides about contractions
         if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
             return jax.named_scope(SWITCHED_OFF)
         return super().watching()
 
     def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Runs one method of a module, whose contractions go to ``contract``; Linen calls it."""
+        """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
         module, scope = context.module, context.module.scope
         if self.is_passing or scope is None:
             return run(*args, **kwargs)
@@ -136,8 +125,8 @@ class Call(Interception):
                 return run(*args, **kwargs)
         if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
             path = OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
-            state = _found(split(_variables_of(scope.root)), path)
-            _variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
+            state = _value_at(split(variables_of(scope.root)), path)
+            variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
         outer = self.frames[-1:]
         is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
@@ -146,7 +135,7 @@ class Call(Interception):
         with self.watching() if is_shared else self.in_frame(module, method):
             return run(*args, **kwargs)
 
-    def _add_variables(self, scope: Any, variables: Mapping[str, Any]) -> None:
+    def _add_variables(self, scope: flax.core.Scope, variables: Variables) -> None:
         """Records the variables in a scope, if they are those of the model."""
         names = sorted(variables, key=lambda name: name != PARAMS)  # one array may be in two collections
         for collection in names if call_of(scope) is self else ():
@@ -156,25 +145,16 @@ class Call(Interception):
 
     # How a contraction is computed.
 
-    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Computes a contraction in FP8 if the rules convert it."""
-        module, scope = site.module, site.module.scope
-        name, impossible = site.name, site.impossible
-        fields = "dot_general_cls", "conv_general_dilated_cls"
-        is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
-        if is_layer and kernel is not None:
-            # A layer of Flax has one contraction. The op has the name of an op that is given by hand. (But
-            # other code may have added parameters, such as Qwix's kernel_lora_a.)
-            own = [x.path[-1] for x in kernel.sources if x.path[:-1] == scope.path]
-            is_flax = type(module).__module__.startswith("flax.") and not own
-            name = "0" if is_flax or "kernel" in own else name
+    def decide(self, site: Site, kernel: Origin | None) -> Site:
+        """Returns a contraction with the name of its op and the decision of the rules, and records it."""
+        module, impossible = site.module, site.impossible
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
-        elif call_of(scope) is not self:
+        elif call_of(module.scope) is not self:
             impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
-        site = site._replace(name=f"{site.op.name}_{name}", impossible=impossible)
+        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site, kernel)}", impossible=impossible)
         # A converted model inside of this one has its own rules.
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
@@ -182,34 +162,26 @@ class Call(Interception):
         pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
         # A module has a scope, which must not outlive its trace.
         self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
-        if self.is_counting:
-            return scope_in(self.decided, site)
+        return site
+
+    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+        """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
+        site = self.decide(site, kernel)
         if not site.converts:
             return NOT_CONVERTED
         if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
             return SWITCHED_OFF
-        known = self._kernels.setdefault((*scope.path, site.name), site.kernel)
+        known = self._kernels.setdefault((*site.path, site.name), site.kernel)
         if known != site.kernel:
             raise ValueError(
                 f"{site.place or 'The model'!r} multiplies by {known!r} and by {site.kernel!r}. Both "
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
-        options = {"form": rules.form} if site.op.has_form else {}
-        with jax.named_scope(BY_OP):
-            parent = scope.push(site.name, reuse=True)
-            op = OPS[site.op](recipe=site.recipe, **options, parent=parent)
-            object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
-            return by(op)
-
-    def _count_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
-        """Counts an op that the user gave to a layer, and computes it without FP8."""
-        origin = self.origins.of(operands[1])
-        kernel = None if origin is None else "/".join(origin.sources[0].path)
-        site = given_site(op, op.path[:-1], kernel, *operands)
-        self.decided[site.key] = site
-        with jax.named_scope(scope_in(self.decided, site)):
-            return op.row.plain(*operands, **keywords)
+        options = {} if site.form is None else {"form": site.form}
+        op = OPS[site.op](recipe=site.recipe, **options, parent=scope_below(site.module.scope, site.name))
+        object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
+        return op._run
 
     # Where the state is.
 
@@ -219,12 +191,12 @@ class Call(Interception):
         None if there is none of this name. It is in the outermost root of the running trace: in this one,
         no ``nn.map_variables`` of the model has changed the state.
         """
-        here, default = trace_behind(), cast(Any, op.scope).root
+        here, default = trace_behind(), cast(flax.core.Scope, op.scope).root
         roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
         own = (x for x in roots if call_of(x) is self and op.path[: len(x.path)] == x.path)
         root = next(own, default)
         path = _swapped((*op.path, name))[len(root.path) :]
-        value: Any = _found(_variables_of(root), (PARAMS, *path))
+        value: jax.Array | None = _value_at(variables_of(root), (PARAMS, *path))
         if value is None and leaf and op.is_initializing() and root.is_mutable_collection(PARAMS):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
             ((name, below),) = unflatten_dict({path: value}).items()
@@ -233,17 +205,59 @@ class Call(Interception):
         return value
 
 
-def merged(variables: Mapping[str, Any]) -> dict[str, Any]:
+class CountingCall(Call):
+    """A call whose contractions ``report`` counts: each is in the scope of ``scope_in``, none in FP8."""
+
+    has_ops = True  # a model that converts nothing can be reported
+
+    def __init__(self, model: Any, *, counted: dict[Hashable, Site]) -> None:
+        super().__init__(model)
+        self.decided = counted
+
+    @contextlib.contextmanager
+    def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
+        """A context in which a method of a module runs, in a scope of the module."""
+        with super().in_frame(module, method), in_module(module.path):
+            yield
+
+    def choose(self, site: Site, kernel: Origin | None) -> str:
+        """Returns the scope by which ``report`` finds a contraction."""
+        return scope_in(self.decided, self.decide(site, kernel))
+
+    def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
+        """Counts an op that the user gave to a layer, and computes it without FP8."""
+        origin = self.origins.of(operands[1])
+        kernel = None if origin is None else "/".join(origin.sources[0].path)
+        site = given_site(op, op.path[:-1], kernel, *operands)
+        self.decided[site.key] = site
+        with jax.named_scope(scope_in(self.decided, site)):
+            return op.row.plain(*operands, **keywords)
+
+
+def _name_in_layer(site: Site, kernel: Origin | None) -> str:
+    """Returns the end of the name of an op; in a layer of Flax it is that of an op given by hand."""
+    module, fields = site.module, ("dot_general_cls", "conv_general_dilated_cls")
+    is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
+    if is_layer and kernel is not None:
+        # A layer of Flax has one contraction. (But other code may have added parameters, such as Qwix's
+        # kernel_lora_a.)
+        own = [source.path[-1] for source in kernel.sources if source.path[:-1] == site.path]
+        if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
+            return "0"
+    return site.name
+
+
+def merged(variables: Variables) -> dict[str, Any]:
     """Returns variables as the model sees them: with the state among the parameters."""
     return _moved(variables, OVERWRITE_WITH_GRADIENT, PARAMS)
 
 
-def split(variables: Mapping[str, Any]) -> dict[str, Any]:
+def split(variables: Variables) -> dict[str, Any]:
     """Returns variables as the caller sees them: with the state in its own collection."""
     return _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
 
 
-def _moved(variables: Mapping[str, Any], here: str, there: str) -> dict[str, Any]:
+def _moved(variables: Variables, here: str, there: str) -> dict[str, Any]:
     """Returns variables with the arrays of ops moved to another collection."""
     leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE}
     if here == PARAMS:
@@ -261,12 +275,7 @@ def _swapped(path: Path) -> Path:
     return (*module, op.swapcase(), leaf.swapcase())
 
 
-def _variables_of(scope: Any) -> Any:
-    """Returns the variables in a scope, also those that ``scope.variables`` hides."""
-    return type(scope).variables(scope)
-
-
-def _found(tree: Any, path: Path) -> Any:
+def _value_at(tree: Any, path: Path) -> Any:
     """Returns the value at a path, or None."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None

@@ -1,9 +1,16 @@
 """Finds the contractions that the methods of modules compute, in any way they are written.
 
 ``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. While a module's
-method runs, a trace of this package is in front of the current one (``_compat.traces``). It lets JAX
-compute every primitive except contractions. These go to ``Interception.contract``. ``ParamOrigins`` gets
-all other primitives, to know which values are parameters.
+method runs, a ``FrontTrace`` is in front of JAX's current trace, and sends each primitive here:
+
+* A contraction goes to ``Interception.choose``, which returns the FP8 op that computes it, or the scope to
+  compute it in without FP8. A contraction in one of the scopes ``HANDLED`` went there before.
+* A jitted function, in NNX also one under ``jax.checkpoint``, is looked into if a contraction is in it that
+  was not handled.
+* JAX computes every other primitive. It may trace functions then, such as the body of a loop. The modules
+  in it begin again, in front of the trace of the loop.
+
+``ParamOrigins`` follows all primitives, to know which values are parameters.
 """
 
 from __future__ import annotations
@@ -13,16 +20,17 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from fp8flax._compat.flax_internals import having
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.stand_in import READ, StandIn, refuse
 from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import Op
-from fp8flax._linen.conversion import having
 from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
 from fp8flax._model.rules import Site
@@ -33,28 +41,26 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
 text."""
 
+GIVEN = "an op of its own"
+"""The reason in reports for an op that the user gave to a layer."""
+
 
 def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
     """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
     return f"{COUNTED}{[*sites].index(site.key)}"
 
 
-GIVEN = "an op of its own"
-"""The reason in reports for an op that the user gave to a layer."""
-
-
-def given_site(
-    op: Any, path: tuple[str, ...], kernel: str | None, lhs: Any, rhs: Any, *arguments: Any
-) -> Site:
+def given_site(op: Any, path: tuple[str, ...], kernel: str | None, *operands: Any) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
+    lhs, rhs, *arguments = operands
     shapes, dtypes, row = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
     site = Site(path, type(op), kernel, row, shapes, dtypes, row.sizes(*shapes, *arguments), is_matmul=True)
     return site._replace(name=row.name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
-def in_module(path: tuple[str, ...] | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a scope by which ``report`` finds the module of a contraction; none if there is no path."""
-    return contextlib.nullcontext() if path is None else jax.named_scope(f"{MODULE}({'/'.join(path)})")
+def in_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope by which ``report`` finds the module of a contraction."""
+    return jax.named_scope(f"{MODULE}({'/'.join(path)})")
 
 
 @dataclasses.dataclass
@@ -74,13 +80,27 @@ class Frame:
     """The number of contractions without a kernel that the method has computed, by their names."""
 
 
+class Contraction(NamedTuple):
+    """A contraction that a primitive computes, as a call of the op for it: with the kernel on the right."""
+
+    site: Site
+    """Its ``name`` is the part of the op's name that comes from the kernel."""
+    kernel: Origin | None
+    """None for two activations or two parameters."""
+    arguments: tuple[Any, ...]
+    """Both operands, and the arguments of ``Op.plain``."""
+    keywords: dict[str, Any]
+    restore: Callable[[jax.Array], jax.Array] | None
+    """Makes the result of the primitive from the result of the op, if they differ."""
+
+
 class Interception:
-    """Sends the contractions of one call of a model to ``contract``. All traces of the call share it."""
+    """Chooses how the contractions of one call of a model are computed. All traces of the call share it."""
 
     opens: tuple[str, ...] = ("jit",)
-    """The primitives into which ``contract`` looks, if there is a contraction."""
+    """The primitives that are looked into, if there is a contraction."""
     is_passing = False
-    """Whether all primitives are passed on, because an earlier trace handles them (``nn.vmap``)."""
+    """Whether all primitives are passed on: an earlier trace handles them, as around ``nn.vmap``."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -89,12 +109,8 @@ class Interception:
         self.custom_vjps: list[bool] = []
         """Whether the running functions that are not looked into have derivatives of their own."""
 
-    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Returns ``by(op)`` for the FP8 op of a contraction, or the scope to compute it in without FP8.
-
-        ``site.name`` is the part of the op's name that comes from the kernel. ``kernel`` is None for two
-        activations or two parameters.
-        """
+    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+        """Returns the FP8 op that computes a contraction, or the scope to compute it in without FP8."""
         raise NotImplementedError
 
     def origin_of(self, value: Any) -> Origin | None:
@@ -102,7 +118,7 @@ class Interception:
         return self.origins.of(value)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the contractions of the current trace go to ``contract``.
+        """Returns a context in which the primitives of the current trace come here.
 
         In another trace, such as that of a loop's body, modules call this method again.
         """
@@ -110,18 +126,48 @@ class Interception:
             return contextlib.nullcontext()
         return running_in(FrontTrace(self))
 
-    def _contraction(self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """Returns the contraction that a primitive computes, as the arguments of ``contract``."""
+    def on_primitive(
+        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Returns the result of a primitive; the trace in front calls this method."""
+        if self.is_passing:
+            return front.compute(primitive, operands, params)
+        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        row = row_of(primitive)
+        if row is not None and not HANDLED.search(current_scopes()):
+            with running_in(front.behind), having(self, is_passing=True):
+                site, kernel, arguments, keywords, restore = self._contraction(row, operands, params)
+                op = self.choose(site, kernel)
+                if not isinstance(op, str):
+                    with jax.named_scope(BY_OP):
+                        out = op(*arguments, **keywords)
+                    return out if restore is None else restore(out)
+            scope = jax.named_scope(op)
+        elif primitive.name in self.opens and self._should_open(primitive.name, operands, params):
+            if primitive.name == "jit":
+                return front.open(params["jaxpr"], operands)
+            return self._rematerialized(front, operands, params)
+        with scope, having(self, is_passing=True):
+            results = self.compute(front, primitive, operands, params)
+        all_results = results if primitive.multiple_results else [results]
+        self.origins.follow(operands, all_results, primitive, params)
+        return results
+
+    def _contraction(
+        self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]
+    ) -> Contraction:
+        """Returns the contraction that a primitive computes."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
         left, kernel = self.origin_of(lhs), self.origin_of(rhs)
-        restore: Callable[[Any], Any] | None = None
+        restore: Callable[[jax.Array], jax.Array] | None = None
         if left is not None and kernel is None and row.swapped is not None:
             arguments, restore = row.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
         frame, impossible = self.frames[-1], row.unsupported(params)
-        sharding = {} if (given := params.get("out_sharding")) is None else {"out_sharding": given}
-        if restore is not None and sharding:
+        sharding = params.get("out_sharding")
+        is_swapped = restore is not None
+        if is_swapped and sharding is not None:
             impossible = "its kernel is on the left, and the model gives the sharding of its result"
         if kernel is not None and left is None:
             name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
@@ -131,11 +177,6 @@ class Interception:
             product, kernel = f"{frame.method or ''}_{kind}".lstrip("_"), None
             name = f"{product}_{frame.counts[product]}"
             frame.counts[product] += 1
-
-        def by(op: Callable[..., jax.Array]) -> jax.Array:
-            out = op(lhs, rhs, *arguments, **sharding)
-            return out if restore is None else restore(out)
-
         site = Site(
             path=frame.path,
             module=frame.module,
@@ -148,34 +189,15 @@ class Interception:
             impossible=impossible,
             name=name,
             product=self.origins.note(lhs, rhs) if kernel is None else "",
-            is_swapped=restore is not None,
+            is_swapped=is_swapped,
             in_custom_vjp=any(self.custom_vjps),
         )
-        return site, kernel, by
-
-    def on_primitive(
-        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
-        """Computes a primitive, or sends it to ``contract``; the trace in front calls this method."""
-        if self.is_passing:
-            return front.compute(primitive, operands, params)
-        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        row = row_of(primitive)
-        if row is not None and not HANDLED.search(current_scopes()):
-            with running_in(front.behind), having(self, is_passing=True):
-                result = self.contract(*self._contraction(row, operands, params))
-            if not isinstance(result, str):
-                return result
-            scope = jax.named_scope(result)
-        elif primitive.name in self.opens and self._should_open(primitive.name, operands, params):
-            if primitive.name == "jit":
-                return front.open(params["jaxpr"], operands)
-            return self._rematerialized(front, operands, params)
-        with scope, having(self, is_passing=True):
-            results = self.compute(front, primitive, operands, params)
-        all_results = results if primitive.multiple_results else [results]
-        self.origins.follow(operands, all_results, primitive, params)
-        return results
+        keywords = {}
+        if sharding is not None and row is DotGeneral:
+            keywords["out_sharding"] = sharding
+        elif sharding is not None:
+            restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731
+        return Contraction(site, kernel, (lhs, rhs, *arguments), keywords, restore)
 
     def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
         """Computes a primitive that is not a contraction in FP8.
@@ -194,8 +216,8 @@ class Interception:
             raise refuse(kernel.source)
         return StandIn(front, codes, kernel.dtype, kernel.source)
 
-    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Any) -> Any:
-        """Computes a function that is not looked into; the trace in front calls this method."""
+    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        """Computes a function that has no program to look into; the trace in front calls this method."""
         if self.is_passing:
             return compute()
         self.custom_vjps.append(is_custom_vjp)
@@ -224,17 +246,16 @@ class Interception:
         self.origins.pass_on([given.get(var) for var in jaxpr.outvars], results)
         return results
 
-    def _should_open(self, name: str, operands: Any, params: Any) -> bool:
+    def _should_open(self, name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> bool:
         """Returns whether to trace into a function, such as the jitted functions of ``jax.numpy``."""
-        specified = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
             return False
         inside = [*equations(params["jaxpr"])]
-        # The modules in a function of nn.jit or nnx.jit were already intercepted when it was traced.
-        is_handled = [HANDLED.search(one.scopes) is not None for one in inside]
-        for one, handled in zip(inside, is_handled):
-            if row_of(one.eqn.primitive) and not handled and {*one.inside} <= {*self.opens}:
+        # The modules in a function of nn.jit or nnx.jit were already watched when it was traced.
+        is_handled = [HANDLED.search(equation.scopes) is not None for equation in inside]
+        for equation, handled in zip(inside, is_handled):
+            if row_of(equation.eqn.primitive) and not handled and {*equation.inside} <= {*self.opens}:
                 return True
-        return (
-            name == "jit" and not any(is_handled) and any(self.origins.of(x) is not None for x in operands)
-        )
+        has_params = any(self.origins.of(x) is not None for x in operands)
+        return name == "jit" and has_params and not any(is_handled)

@@ -1,22 +1,21 @@
-"""Whole NNX models: ``quantize_model``, which gives ops to their modules, and ``report``.
+"""Whole NNX models: ``quantize``, which gives ops to their modules, and ``report``.
 
 A contraction has a module and the name of an attribute: the field of a layer, such as ``dot_general``, or
-an attribute of ours, such as ``fp8_w``. ``quantize_model`` puts an op there, or a ``LeftWide`` with the
-reason why not. ``report`` reads these attributes. NNX has no hook around methods. So a module that writes
-a product out gets a subclass of its class, whose methods run in an ``Interception``.
+an attribute of ours, such as ``fp8_w``. ``quantize`` puts an op there, or a ``LeftWide`` with the reason
+why not. ``report`` reads these attributes. A module that writes a product out is watched by a
+``ModuleCall``, which computes the product by the attribute.
 
-``DryRun`` decides which contractions there are: those of the fields that the call really calls, and those
-that are written out, each in the module whose method computes it.
+``DryRun`` finds the contractions: those of the fields that the call really calls, and those that are
+written out, each in the module whose method computes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -25,31 +24,30 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.dead_code import needed_inputs
-from fp8flax._compat.traces import current_handler, trace_behind, unwatched
-from fp8flax._core.autocast import autocast, recipe_in_use
-from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.autocast import autocast
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
-from fp8flax._linen.conversion import having
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import GIVEN, Frame, Interception, given_site, in_module, scope_in
+from fp8flax._model.interception import GIVEN, given_site, in_module, scope_in
+from fp8flax._model.module_call import (
+    LeftWide,
+    ModuleCall,
+    attribute_of,
+    has_methods,
+    nodes_of,
+    watch,
+)
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
-from fp8flax._model.wrapped_module import subclass_of
 from fp8flax._nnx import ops
 from fp8flax._nnx.ops import Fp8Op, plain_of
 
 ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
 """The reason for contractions that ``quantize_model`` has not seen in a call."""
-
-
-def nodes_of(model: Any, *types: Any) -> dict[tuple[str, ...], Any]:
-    """Returns the nodes of these types in a model, by their paths."""
-    return {tuple(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, types)}
 
 
 def op_of(site: Site) -> Fp8Op | None:
@@ -125,142 +123,11 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
     return stack, None if is_leading else "its kernel is stacked along another axis than the first"
 
 
-class ModuleCall(Interception):
-    """One call of a method of a module, and the calls of methods inside of it that run in the same trace.
-
-    Contractions with an op of the module that computes them are computed by this op.
-    """
-
-    opens = ("jit", "remat2")
-    can_be_off = True
-    """Whether modules compute without a call while FP8 is switched off."""
-    kernels: tuple[type, ...] = (nnx.Param,)
-    """The types of the variables that may be kernels."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        nodes = nodes_of(module, nnx.Module, nnx.Variable)
-        self.modules = {id(x): x for x in nodes.values() if isinstance(x, nnx.Module)}
-        """The modules that are a part of the call, by their identities."""
-        self._below: list[dict[tuple[str, ...], tuple[str, ...]]] = []
-        """For each frame, the paths of variables in its module, by their first paths in the call."""
-        self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
-        for x in self.variables.values():
-            if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
-                x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
-        self._trace = trace_behind()
-        self._dry_run = getattr(module, "_fp8_dry_run", None)
-        """The ``DryRun`` that gets the contractions, or None."""
-        if self._dry_run is not None:
-            self.custom_vjps = self._dry_run.custom_vjps
-
-    @contextlib.contextmanager
-    def in_frame(self, module: Any, method: str) -> Iterator[None]:
-        """A context in which a method of a module runs."""
-        is_new = not self.frames or self.frames[-1].module is not module  # the methods share a frame
-        if is_new:
-            below = {id(x): path for path, x in nodes_of(module, nnx.Variable).items()}
-            own = {path: x for path, x in self.variables.items() if id(x) in below}
-            for path, x in own.items():  # transformations may have written a new array into it
-                kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
-                self.origins.add([(path, x.get_raw_value())], kind)
-            self._below.append({path: below[id(x)] for path, x in own.items()})
-            self.frames.append(Frame(module, "" if method == "__call__" else method))
-        try:
-            with in_module(module._fp8_path if self._dry_run else None):
-                yield
-        finally:
-            if is_new:
-                self.frames.pop()
-                self._below.pop()
-
-    def origin_of(self, value: Any) -> Origin | None:
-        """Returns the origin of a value with paths from the running module; None if it is not below it."""
-        origin, below = super().origin_of(value), self._below[-1]
-        if origin is None or any(source.path not in below for source in origin.sources):
-            return None
-        return origin._replace(sources=tuple(x._replace(path=below[x.path]) for x in origin.sources))
-
-    def contract(self, site: Site, kernel: Origin | None, by: Callable[[Any], jax.Array]) -> Any:
-        """Computes a contraction by the op of the module for it, if there is one."""
-        prefix = "fp8_" if site.op is DotGeneral else f"fp8-{site.op.nnx_field}-"
-        site = site._replace(name=prefix + site.name)
-        if self._dry_run is not None:
-            return self._dry_run.scope_of(site, kernel)
-        op = getattr(site.module, site.name, None)
-        if op is None or isinstance(op, LeftWide) or site.impossible is not None:
-            return NOT_CONVERTED
-        if not isinstance(op, Fp8Op):  # of a frozen module
-            return by(op)
-        if op._is_off:
-            return SWITCHED_OFF
-        with having(op, _trace=self._trace):
-            return by(op)
-
-
-def has_methods(node: Any) -> bool:
-    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
-    return not isinstance(node, nnx.Dict | nnx.List | Fp8Op)
-
-
-def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:
-    """Makes the methods of a module run in a ``ModuleCall``, perhaps of a subclass."""
-    cls = getattr(type(node), "_fp8_base", type(node))
-    is_pytree = not jax.tree_util.all_leaves([node])
-    # Graphdefs compare classes, so the modules of equal models must have the same class.
-    object.__setattr__(node, "__class__", subclass_of(cls, _watched_class, is_pytree, make_call))
-
-
-def _watched_class(cls: Any, is_pytree: bool, make_call: type[ModuleCall]) -> Any:
-    """Returns a subclass of the class of a module; its methods run in ``make_call(module)``."""
-    body: dict[str, Any] = {"_fp8_make_call": make_call}
-    for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
-        for name, method in vars(base).items():
-            # Decorators such as nnx.jit return other callables than functions, which Python binds, too.
-            is_method = callable(method) and hasattr(type(method), "__get__")
-            is_method &= not isinstance(method, type | staticmethod)
-            if is_method and (name == "__call__" or not name.startswith("_")):
-                body[name] = _watched(name, method)
-    metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (cls,), body, pytree=is_pytree)
-
-
-def _watched(name: str, method: Any) -> Any:
-    @functools.wraps(method)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run, make_call, call = method.__get__(self, type(self)), self._fp8_make_call, current_handler()
-        if make_call.can_be_off and recipe_in_use(None, Fp8Op.default_recipe) is None:
-            with jax.named_scope(SWITCHED_OFF):
-                return run(*args, **kwargs)
-        if type(call) is make_call and id(self) in call.modules:
-            with call.in_frame(self, name):
-                return run(*args, **kwargs)
-        call = make_call(self)
-        with unwatched(), call.watching(), call.in_frame(self, name):
-            return run(*args, **kwargs)
-
-    return watched
-
-
-@dataclasses.dataclass(frozen=True)
-class LeftWide:
-    """The function of a contraction that ``quantize_model`` leaves wide, with a name for audits."""
-
-    scope: str
-    plain: Callable[..., jax.Array]
-    reason: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Computes the contraction without FP8."""
-        with jax.named_scope(self.scope or "model"), jax.named_scope(NOT_CONVERTED):
-            return self.plain(*args, **kwargs)
-
-
 class DryRun:
     """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.found: dict[Hashable, Site] = {}
+        self.sites: dict[Hashable, Site] = {}
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
@@ -275,7 +142,7 @@ class DryRun:
         for path, module in nodes_of(copy, nnx.Module).items():
             if has_methods(module):
                 module._fp8_path, module._fp8_dry_run = path, self
-                watch(module)
+                watch(module, CountingCall)
         graphdef, state = nnx.split(copy)
         self._inputs = [id(x) for x in jax.tree.leaves(state)]
         with autocast():  # finds the same contractions while FP8 is switched off
@@ -304,14 +171,14 @@ class DryRun:
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
-        keys = site.module._fp8_path
-        site = site._replace(path=keys, module=self._modules[keys])
+        path = site.module._fp8_path
+        site = site._replace(path=path, module=self._modules[path], name=attribute_of(site))
         if kernel is not None:
             source = kernel.sources[0]
             whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
             stacked, impossible = _stack_of(whole, source.shape)
             site = site._replace(
-                kernel="/".join((*keys, *source.path)),
+                kernel="/".join((*path, *source.path)),
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )
@@ -319,8 +186,27 @@ class DryRun:
 
     def _record(self, site: Site) -> str:
         """Records a contraction, and returns the scope to compute it in."""
-        self.found[site.key] = site
-        return scope_in(self.found, site)
+        self.sites[site.key] = site
+        return scope_in(self.sites, site)
+
+
+class CountingCall(ModuleCall):
+    """A call of a module in a dry run, which gets the contractions; none is computed in FP8."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        super().__init__(module)
+        self._dry_run: DryRun = module._fp8_dry_run
+        self.custom_vjps = self._dry_run.custom_vjps
+
+    @contextlib.contextmanager
+    def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:
+        """A context in which a method of a module runs, in a scope of the module."""
+        with super().in_frame(module, method), in_module(module._fp8_path):
+            yield
+
+    def choose(self, site: Site, kernel: Origin | None) -> str:
+        """Returns the scope by which ``report`` finds a contraction."""
+        return self._dry_run.scope_of(site, kernel)
 
 
 def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
@@ -343,7 +229,7 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
         if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
         if site.converts:
-            setattr(site.module, site.name, nnx.data(_new_op(site, options, rngs)))
+            setattr(site.module, site.name, nnx.data(_new_op(site, rngs)))
         elif site.impossible is None:
             wide = LeftWide(site.place, plain_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
@@ -363,18 +249,18 @@ def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site
         is_flax_own = type(layer.module).__call__.__module__.startswith("flax.")
         if run is None:
             yield layer if is_flax_own else layer._replace(impossible=ONLY_WITH_INPUTS)
-        elif layer.key in run.found:
-            yield run.found[layer.key]
+        elif layer.key in run.sites:
+            yield run.sites[layer.key]
         elif is_flax_own and id(layer.module.kernel.get_value()) not in run.needed:
             yield layer
     if run is not None:
-        yield from (x for x in run.found.values() if x.name.startswith("fp8"))
+        yield from (x for x in run.sites.values() if x.name.startswith("fp8"))
 
 
-def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
+def _new_op(site: Site, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     row = site.op
-    form: dict[str, Any] = {"form": options.form} if row.has_form else {}
+    form: dict[str, Any] = {} if site.form is None else {"form": site.form}
     num_kernels = site.shapes[1][:1] if row.is_stack else ()
     op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
     op._make_state(site.stacked, rngs)
@@ -382,15 +268,15 @@ def _new_op(site: Site, options: Rules, rngs: nnx.Rngs | None) -> Fp8Op:
     return cast(Fp8Op, op)
 
 
-def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
+def report(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
     given = nodes_of(model, Fp8Op).values()
     if not any(op._reason for op in given):
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
     run = DryRun(model, args, kwargs)
-    ran = {id(op_of(site)) for site in run.found.values()}
+    ran = {id(op_of(site)) for site in run.sites.values()}
     not_run = [op._scope for op in given if id(op) not in ran]
-    return report_of(run.program, {key: _decided(site) for key, site in run.found.items()}, not_run)
+    return report_of(run.program, {key: _decided(site) for key, site in run.sites.items()}, not_run)
 
 
 def _decided(site: Site) -> Site:

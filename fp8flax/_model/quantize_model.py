@@ -1,4 +1,4 @@
-"""``quantize_model``: a model of Linen or NNX whose contractions run in FP8, its source untouched."""
+"""``quantize_model`` and ``report``, for models of Linen and NNX, whose source stays untouched."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import flax.linen as nn
 
 from fp8flax._core.names import RNG
-from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
-from fp8flax._model.converted_call import Call
+from fp8flax._model import linen
+from fp8flax._model.report import ModelReport
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert
 
 
 def is_nnx(model: Any) -> bool:
@@ -160,25 +159,53 @@ def quantize_model(
         from fp8flax._model import nnx
 
         return nnx.quantize(model, inputs, keyword_inputs, options, rngs)
-    if not isinstance(model, nn.Module):
-        more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
-    if inputs or keyword_inputs or rngs is not None:
+    if isinstance(model, nn.Module) and (inputs or keyword_inputs or rngs is not None):
         raise TypeError(
             f"A Linen model takes no inputs in quantize_model; got {len(inputs)} and {[*keyword_inputs]}. "
             "Its init gets them. (Its apply gets rngs.)"
         )
-    if model.scope is not None:
-        raise ValueError(
-            f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "
-            "first, then bind the result: quantize_model(model).bind(variables)."
-        )
-    if hasattr(model, "_fp8_rules"):
-        raise ValueError(
-            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
-            "made from, with all rules at once."
-        )
-    return convert(model, options, Call)
+    return linen.quantize(model, options)
+
+
+def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
+    """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
+
+    Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
+    under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
+    contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
+    not known. All branches of a condition count. The report says FP8 only of ops that ran in this call. All
+    other contractions count, too, each with a reason, wherever they are.
+
+    What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
+
+    Args:
+        model: the Linen or NNX model that ``quantize_model`` returned, or a part of an NNX model.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        **kwargs: keyword inputs of the model.
+
+    Returns:
+        A ``ModelReport``; print it, or look at its ``rows``.
+
+    Raises:
+        TypeError: ``model`` does not come from ``quantize_model``.
+        ValueError: a rule of ``quantize_model`` matched nothing.
+
+    Example:
+        >>> import flax.linen as nn, jax.numpy as jnp, fp8flax as fp8
+        >>> model8 = fp8.quantize_model(nn.Sequential([nn.Dense(1024), nn.relu, nn.Dense(4)]))
+        >>> print(fp8.report(model8, jnp.ones((8192, 4096))))
+        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  why
+        ---------------------------------------------------------------------------------------
+        layers_0     kernel  8192×4096×1024  1      99.9     FP8   by default
+        layers_2     kernel  8192×1024×4     1      0.1      no    K=1024, N=4: a size below 16
+        <BLANKLINE>
+        1 of 2 contractions are converted (99.9 % of their FLOPs).
+    """
+    if is_nnx(model):
+        from fp8flax._model import nnx
+
+        return nnx.report(model, args, kwargs)
+    return linen.report(model, args, kwargs)
 
 
 def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str]) -> None:

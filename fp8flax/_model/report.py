@@ -1,4 +1,4 @@
-"""``report``: lists the contractions of a converted model, whether each runs in FP8, and why."""
+"""The report of a converted model: its contractions, whether each runs in FP8, and why."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from fp8flax._compat.jaxprs import equations
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import MODULE
 from fp8flax._core.ops.op import GemmSizes
-from fp8flax._core.options import wrong_model
 from fp8flax._core.quantizers import NVFP4Quantizer
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
-from fp8flax._linen.eval_init import eval_init
 from fp8flax._linen.ops import row_of
-from fp8flax._model.converted_call import Call
 from fp8flax._model.interception import HANDLED, scope_in
-from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Site
-from fp8flax._model.wrapped_module import convert, trace_apply
 
 NOT_RUN = "its op did not run in this call"
 """The reason in reports for an FP8 op of a model that the call does not reach, or computes without."""
@@ -100,52 +94,6 @@ class ModelReport:
             f"({100 * self.fp8_share:.1f} % of their FLOPs).",
         ]
         return "\n".join(lines)
-
-
-def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
-    """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
-
-    Nothing is computed: the shapes come from tracing a call. Sizes are those of one call with these inputs;
-    under ``vmap`` they are those of the whole batch. In ``nn.scan``, ``nn.RNN`` and ``nnx.scan`` a
-    contraction counts as often as the loop runs; in a ``while_loop`` it counts once, because the number is
-    not known. All branches of a condition count. The report says FP8 only of ops that ran in this call. All
-    other contractions count, too, each with a reason, wherever they are.
-
-    What a GPU runs, and a predicted time, is in the compiled program: see ``audit``.
-
-    Args:
-        model: the Linen or NNX model that ``quantize_model`` returned, or a part of an NNX model.
-        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        **kwargs: keyword inputs of the model.
-
-    Returns:
-        A ``ModelReport``; print it, or look at its ``rows``.
-
-    Raises:
-        TypeError: ``model`` does not come from ``quantize_model``.
-        ValueError: a rule of ``quantize_model`` matched nothing.
-
-    Example:
-        >>> import flax.linen as nn, jax.numpy as jnp, fp8flax as fp8
-        >>> model8 = fp8.quantize_model(nn.Sequential([nn.Dense(1024), nn.relu, nn.Dense(4)]))
-        >>> print(fp8.report(model8, jnp.ones((8192, 4096))))
-        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  why
-        ---------------------------------------------------------------------------------------
-        layers_0     kernel  8192×4096×1024  1      99.9     FP8   by default
-        layers_2     kernel  8192×1024×4     1      0.1      no    K=1024, N=4: a size below 16
-        <BLANKLINE>
-        1 of 2 contractions are converted (99.9 % of their FLOPs).
-    """
-    if is_nnx(model):
-        from fp8flax._model import nnx
-
-        return nnx.report(model, *args, **kwargs)
-    if getattr(model, "_fp8_make_call", None) is not Call:
-        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
-    decided: dict[Hashable, Site] = {}
-    counted = convert(model, model._fp8_rules, partial(Call, counted=decided))
-    shapes = eval_init(counted, args, kwargs)
-    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
 def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:

@@ -71,6 +71,8 @@ class Site(NamedTuple):
     """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
     recipe: Recipe | None = None
     """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
+    form: str | None = None
+    """The form of a conversion; None for an op without this option."""
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
@@ -163,7 +165,8 @@ class Rules:
                     f"quantize_model(model, exclude={site.place!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            return site._replace(converts=True, recipe=outcome, reason=by, pattern=text)
+            form = self.form if site.op.has_form else None
+            return site._replace(converts=True, recipe=outcome, form=form, reason=by, pattern=text)
         return site._replace(reason="not included")
 
     def _why_not(self, site: Site, is_default: bool) -> str | None:

@@ -29,10 +29,10 @@ from fp8flax._core.options import check_bool, check_params, check_variables, wro
 from fp8flax._core.state.tree import path_names
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged, split
+from fp8flax._model.linen import convert, trace_apply
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._model.rules import Rules
-from fp8flax._model.wrapped_module import convert, trace_apply
 from fp8flax._serve.stored_op import (
     Path,
     Reading,

@@ -19,7 +19,7 @@ from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.nnx import ModuleCall, has_methods, nodes_of, watch
+from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve.freeze import IS_FROZEN, Calls

@@ -20,7 +20,7 @@ from fp8flax._train.check import check_state as check_state
 
 # Whole models.
 from fp8flax._model.quantize_model import quantize_model as quantize_model
-from fp8flax._model.report import report as report
+from fp8flax._model.quantize_model import report as report
 
 # Serving, and what comes before.
 from fp8flax._train.calibrate import calibrate as calibrate

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._model.nnx import watch
+from fp8flax._model.module_call import watch
 from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
 

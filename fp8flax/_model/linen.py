@@ -1,54 +1,55 @@
-"""Makes the class of a converted model: a subclass of the model's class, whose methods begin a ``Call``."""
+"""Whole Linen models: ``quantize`` and ``report``.
+
+A converted model has a subclass of its class. Its methods begin a ``Call``, in which all methods below run.
+"""
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Hashable
+from functools import partial, wraps
 from typing import Any, cast
 
-import flax.core
 import flax.linen as nn
 import jax
 
-from fp8flax._compat.flax_context import running
+from fp8flax._compat.flax_internals import call_of, in_call, running
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import CALL, call_of, having
-from fp8flax._linen.eval_init import program_of
-from fp8flax._model.converted_call import Call
-from fp8flax._model.rules import Rules
+from fp8flax._core.options import wrong_model
+from fp8flax._core.types import PyTree
+from fp8flax._linen.eval_init import eval_init, program_of
+from fp8flax._model.converted_call import Call, CountingCall
+from fp8flax._model.report import ModelReport, report_of
+from fp8flax._model.rules import Rules, Site
+from fp8flax._model.subclasses import subclass_of
 
 
-def subclass_of(cls: type, make: Callable[..., Any], *key: Any) -> Any:
-    """Returns ``make(cls, *key)``, a subclass of a class; equal arguments give one subclass.
-
-    The subclass has the name of the class. Its instances can be pickled, although it cannot be imported.
-    Only its instances keep it alive (and JAX's registry, if they are pytrees). After the last one, the
-    subclass and its key can be freed.
-    """
-    with _LOCK:
-        for known in cast(list[Any], cls.__subclasses__()):
-            if vars(known).get("_fp8_made_by") == (make, *key):
-                return known
-        made: Any = make(cls, *key)
-        made.__module__, made.__qualname__, made.__doc__ = cls.__module__, cls.__qualname__, cls.__doc__
-        made._fp8_base, made._fp8_made_by, made.__reduce_ex__ = cls, (make, *key), _reduce
-        return made
-
-
-_LOCK = threading.RLock()
-"""Held while a subclass is found or made: Flax changes the bases of a dataclass while it makes one."""
+def quantize(model: Any, rules: Rules) -> nn.Module:
+    """Returns a Linen model that computes in FP8; see ``fp8flax.quantize_model``."""
+    if not isinstance(model, nn.Module):
+        more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise wrong_model(model, "be a flax.linen.Module or a flax.nnx.Module", more)
+    if model.scope is not None:
+        raise ValueError(
+            f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "
+            "first, then bind the result: quantize_model(model).bind(variables)."
+        )
+    if hasattr(model, "_fp8_rules"):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
+            "made from, with all rules at once."
+        )
+    return convert(model, rules, Call)
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
-    """Returns how a copy or a pickle makes an object of a subclass again, as ``__reduce_ex__`` does."""
-    return _empty, (self._fp8_base, *self._fp8_made_by), self.__getstate__()
-
-
-def _empty(cls: type, make: Callable[..., Any], *key: Any) -> Any:
-    """Returns an object without attributes, which a copy or a pickle then sets."""
-    return object.__new__(subclass_of(cls, make, *key))
+def report(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelReport:
+    """Returns the report of a converted Linen model; see ``fp8flax.report``."""
+    if getattr(model, "_fp8_make_call", None) is not Call:
+        raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
+    decided: dict[Hashable, Site] = {}
+    counted = convert(model, model._fp8_rules, partial(CountingCall, counted=decided))
+    shapes = eval_init(counted, args, kwargs)
+    return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
 def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn.Module:
@@ -100,9 +101,8 @@ def _in_call(method: Any) -> Any:
         run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
         collections = PARAMS, OVERWRITE_WITH_GRADIENT
         mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
-        flags = flax.core.freeze({**self.scope.flags, CALL: call})
         # The interception is also around setup, which Linen runs before the method.
-        with having(self.scope, flags=flags), nn.intercept_methods(call.around):
+        with in_call(self.scope, call), nn.intercept_methods(call.around):
             try:
                 result = mapped(self, *args, **kwargs)
             except AssertionError as error:  # nn.scan does not say what is wrong
@@ -111,7 +111,7 @@ def _in_call(method: Any) -> Any:
                 )
                 raise
         if call.is_init and getattr(method, "__name__", "") == "__call__":
-            call.rules.check(call.decided.values(), has_ops=call.has_ops or call.is_counting)
+            call.rules.check(call.decided.values(), has_ops=call.has_ops)
         return result
 
     return nn.nowrap(begin)
@@ -145,7 +145,7 @@ def _as_method(model: Any, method: Any) -> Any:
     return _in_call(function)
 
 
-def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
+def trace_apply(model: nn.Module, shapes: PyTree, args: Any, kwargs: Any) -> Any:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
     mutable = sorted({*shapes} - {PARAMS, OVERWRITE_WITH_GRADIENT})
 
