@@ -102,7 +102,7 @@ def _in_call(method: Any) -> Any:
         collections = PARAMS, OVERWRITE_WITH_GRADIENT
         mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
         # The interception is also around setup, which Linen runs before the method.
-        with in_call(self.scope, call), nn.intercept_methods(call.around):
+        with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
             try:
                 result = mapped(self, *args, **kwargs)
             except AssertionError as error:  # nn.scan does not say what is wrong
@@ -121,28 +121,23 @@ class _Converted:
     """The methods of converted models in addition to those of their class."""
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
+        return super().apply(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
 
     def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        method = _as_method(self, method)
-        return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
+        return super().init_with_output(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
 
 
-def _as_method(model: Any, method: Any) -> Any:
+def _as_method(method: Any) -> Any:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
-    function = getattr(method, "__func__", method or "__call__")
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    own = vars(type(model)).get(name)
-    if own is not None and function in (name, own, own.__wrapped__):
+    name = method or "__call__"
+    if not isinstance(name, str):
+        return _in_call(getattr(method, "__func__", method))
 
-        def run(bound: Any, *args: Any, **kwargs: Any) -> Any:
-            with running(bound):
-                return own(bound, *args, **kwargs)
+    def call(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(bound, name)(*args, **kwargs)  # perhaps a submodule, or not a method of Linen
 
-        return run
-    if isinstance(function, str):  # a submodule, or a method that Linen does not wrap
-        return _in_call(lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs))
-    return _in_call(function)
+    call.__name__ = name
+    return _in_call(call)
 
 
 def trace_apply(model: nn.Module, shapes: PyTree, args: Any, kwargs: Any) -> Any:

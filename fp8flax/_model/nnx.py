@@ -212,11 +212,13 @@ class CountingCall(ModuleCall):
 def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
-    if converted := ["/".join(path) for path, op in given.items() if op._reason]:
-        raise ValueError(
-            f"{type(model).__name__} is converted already, or a part of it: the op at {converted[0]!r} "
-            "comes from quantize_model. Call it once, on the whole model, with all rules at once."
-        )
+    for path, node in nodes_of(model, nnx.Module).items():
+        if getattr(node, "_fp8_make_call", None) or (path in given and given[path]._reason):
+            raise ValueError(
+                f"{type(model).__name__}, or a part of it, is converted already: {'/'.join(path)!r} comes "
+                "from quantize_model or freeze. Call quantize_model once, on the whole original model, "
+                "with all rules at once."
+            )
     copy: Any = nnx.clone(model)
     decided = [options.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
     options.check(decided, has_ops=bool(given))

@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The parameters and numbers that a value comes from, if it comes from nothing else."""
+    """The parameters and numbers that a value is made of, if it is made of nothing else."""
 
     sources: tuple[Source, ...] = ()
     """The parameters; none if the value comes from numbers in the source of the model."""
@@ -57,14 +57,16 @@ class Origin(NamedTuple):
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
     None if arithmetic made the value, or it does not hold each element of the parameter once."""
-    note: str = ""
-    """What the value is, if it can be no kernel although no input of the model is in it."""
 
     @property
-    def text(self) -> str:
-        """What a value is that is computed from the value in any way; empty for numbers and inputs."""
-        path = "/".join(self.sources[0].path) if self.sources else ""
-        return f"a kernel that is computed from {path}" if path else self.note
+    def has_params(self) -> bool:
+        """Whether a parameter is in the value."""
+        return bool(self.sources)
+
+    @property
+    def note(self) -> str:
+        """What a value is that is computed from this one in another way; empty for numbers."""
+        return f"a kernel that is computed from {'/'.join(self.sources[0].path)}" if self.sources else ""
 
     @property
     def is_one_parameter(self) -> bool:
@@ -154,96 +156,117 @@ def name_of(path: tuple[str, ...]) -> str:
 NUMBER = Origin(part="")
 """The origin of a number in the source of the model, and of what is computed from numbers."""
 
-COMPUTED = Origin()
-"""Stands for the origin of a value that is computed from parameters and inputs of the model."""
 
-CONSTANT = Origin(part="", note="a constant")
-"""The origin of an array in the source of the model."""
+class NoKernel(NamedTuple):
+    """What is known of a value that cannot be a kernel."""
+
+    note: str
+    """What the value is, for reasons in reports; empty if an input of the model is in it."""
+    has_params: bool = False
+    """Whether a parameter is in it."""
+
+
+CONSTANT = NoKernel("a constant")
+"""An array in the source of the model."""
+
+Known: TypeAlias = Origin | NoKernel | None
+"""What is known of a value; None if an input of the model may be in it, and no parameter is."""
 
 
 class ParamOrigins:
-    """Records the origins of all values of one call of a model, in all of its traces."""
+    """Records what the values of one call of a model are made of, in all of its traces."""
 
     def __init__(self) -> None:
         # By the identity of a value: a weak reference, since a tracer must not outlive its trace.
-        self._known: dict[int, tuple[Any, Origin]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Origin | NoKernel]] = {}
 
     def of(self, value: Any) -> Origin | None:
-        """Returns the origin of a value; None if it comes from anything but known parameters."""
-        _, found = self._known.get(id(value), (None, COMPUTED))
-        return found if found.sources else None
+        """Returns the origin of a value that is made of parameters and numbers; None for others."""
+        known = self._recorded(value)
+        return known if isinstance(known, Origin) and known.sources else None
 
     def note(self, *operands: Any) -> str:
         """Returns what the first operand is that no input of the model is in; empty if there is none."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
-        for origin in (self._what_is(x, is_traced) for x in operands):
-            if origin is not None and origin != COMPUTED and not origin.sources:
-                return origin.note or CONSTANT.note
+        for known in (self._what_is(x, is_traced) for x in operands):
+            if known == NUMBER:
+                return CONSTANT.note
+            if isinstance(known, NoKernel) and known.note:
+                return known.note
         return ""
-
-    def _what_is(self, value: Any, is_traced: bool = False) -> Origin | None:
-        """Returns the origin of a value; None if no parameter is in it, and an input of the model may be.
-
-        In a primitive that ``is_traced``, an array that is not traced is no input.
-        """
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if not (isinstance(value, jax.Array) or np.ndim(value)):
-            return NUMBER
-        return CONSTANT if is_traced and not isinstance(value, jax.core.Tracer) else None
-
-    def _set(self, value: Any, origin: Origin) -> None:
-        known, key = self._known, id(value)
-        known[key] = weakref.ref(value, lambda _: known.pop(key, None)), origin
-
-    def pass_on(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """Gives other values the origins of these, as a function gets its operands as inputs."""
-        for value, other in zip(values, others):
-            if id(value) in self._known:
-                self._set(other, self._known[id(value)][1])
 
     def add(self, arrays: Iterable[tuple[tuple[str, ...], Any]], kind: str = "") -> None:
         """Records arrays as parameters, or variables of another kind, by their paths, if not known yet."""
         for path, leaf in arrays:
             if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
-                known = self._what_is(leaf)
+                known = self._recorded(leaf)
                 # ``nn.map_variables`` may have computed the parameter.
-                steps = None if known is not None and known.part is None else ()
-                axes = tuple(range(len(leaf.shape)))
-                param = Origin((Source(path, leaf.shape),), "", axes, steps)
-                self._set(leaf, Origin(part="", note=f"{'/'.join(path)}, {kind}") if kind else param)
+                steps = None if known is not None and known.has_params else ()
+                param = Origin((Source(path, leaf.shape),), "", tuple(range(len(leaf.shape))), steps)
+                self._record(leaf, NoKernel(f"{'/'.join(path)}, {kind}") if kind else param)
+
+    def pass_on(self, values: Sequence[Any], others: Sequence[Any]) -> None:
+        """Records other values as these, as a function gets its operands as inputs."""
+        for value, other in zip(values, others):
+            if (known := self._recorded(value)) is not None:
+                self._record(other, known)
 
     def follow(
         self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
     ) -> None:
-        """Records the origins of the results of a primitive, or of a function that is not looked into."""
+        """Records the results of a primitive, or of a function that is not looked into."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in results)
         known = [self._what_is(x, is_traced) for x in operands]
-        # A result may be an operand itself, which stays what it is.
-        new = [(i, x) for i, x in enumerate(results) if all(x is not one for one in operands)]
-        if primitive is None or any(one is None or not (one.sources or one == NUMBER) for one in known):
-            of_params = [one for one in known if one is not None and (one.sources or one.part is None)]
-            notes = [one.text for one in (*of_params, *known) if one is not None and one.text]
-            note = notes[0] if notes and None not in known and COMPUTED not in known else ""
-            for _, result in new if of_params or note else ():
-                self._set(result, Origin(part=None if of_params else "", note=note))
-            return
-        made_of = [(one, x) for one, x in zip(known, operands) if one is not None and one.sources]
-        is_movement = primitive.name in MOVEMENTS and len(operands) == 1
-        for i, result in new:
-            if not made_of:
-                origin = NUMBER
-            elif is_movement:
-                origin = made_of[0][0].moved(primitive, params, i, operands[0].shape)
+        origins = [x for x in known if isinstance(x, Origin)]
+        for i, result in enumerate(results):
+            if any(result is x for x in operands):
+                continue  # stays what it is
+            if primitive is None or len(origins) < len(known):
+                made = _computed(known)
+            elif primitive.name in MOVEMENTS and len(origins) == 1 and origins[0].sources:
+                made = origins[0].moved(primitive, params, i, operands[0].shape)
             else:
-                alike = (one for one, x in made_of if np.shape(x) == result.shape and one.part is not None)
-                first = next(alike, COMPUTED)
-                named = [
-                    source if one.part is None or len(made_of) == 1 else source._replace(part=one.part)
-                    for one, _ in made_of
-                    for source in one.sources
-                ]
-                # The axes are those of the first source.
-                sources = dict.fromkeys((*first.sources[:1], *named))
-                origin = Origin(tuple(sources), first.part, first.axes)
-            self._set(result, origin)
+                made = _arithmetic([*zip(origins, map(np.shape, operands))], result.shape)
+            if made is not None:
+                self._record(result, made)
+
+    def _record(self, value: Any, known: Origin | NoKernel) -> None:
+        records, key = self._known, id(value)
+        records[key] = weakref.ref(value, lambda _: records.pop(key, None)), known
+
+    def _recorded(self, value: Any) -> Known:
+        _, known = self._known.get(id(value), (None, None))
+        return known
+
+    def _what_is(self, value: Any, is_traced: bool) -> Known:
+        """Returns what an operand is. One that is no tracer, beside tracers, is no input of the model."""
+        known = self._recorded(value)
+        if known is None and not (isinstance(value, jax.Array) or np.ndim(value)):
+            return NUMBER
+        is_constant = known is None and is_traced and not isinstance(value, jax.core.Tracer)
+        return CONSTANT if is_constant else known
+
+
+def _computed(known: Sequence[Known]) -> NoKernel | None:
+    """Returns what a value is that is computed from these and cannot be a kernel."""
+    params = [x for x in known if x is not None and x.has_params]
+    notes = [x.note for x in (*params, *known) if x is not None and x.note]
+    has_input = any(x is None or x == NoKernel("", has_params=True) for x in known)
+    note = "" if has_input or not notes else notes[0]
+    return NoKernel(note, bool(params)) if params or note else None
+
+
+def _arithmetic(operands: Sequence[tuple[Origin, tuple[int, ...]]], shape: tuple[int, ...]) -> Origin:
+    """Returns the origin of a result of this shape, given those of the operands with their shapes."""
+    made_of = [(origin, of_operand) for origin, of_operand in operands if origin.sources]
+    if not made_of:
+        return NUMBER
+    alike = (origin for origin, of_operand in made_of if of_operand == shape and origin.part is not None)
+    first = next(alike, Origin())
+    named = [
+        source if origin.part is None or len(made_of) == 1 else source._replace(part=origin.part)
+        for origin, _ in made_of
+        for source in origin.sources
+    ]
+    # The axes are those of the first source.
+    return Origin(tuple(dict.fromkeys((*first.sources[:1], *named))), first.part, first.axes)

@@ -122,11 +122,12 @@ def test_rules_and_models_that_are_wrong(block):
         fp8nnx.quantize_model(Block)
     with pytest.raises(ValueError, match="converted already"):
         fp8nnx.quantize_model(fp8nnx.quantize_model(block, include="up"), include="up")
-    part = fp8nnx.quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), include=".*")
-    with pytest.raises(ValueError, match="'layers/1/dot_general'"):
-        fp8nnx.quantize_model(
-            nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), part), include="layers/0"
-        )
+    layer, x = nnx.Linear(32, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 32))
+    part = fp8nnx.quantize_model(layer, recipe=CURRENT, include=".*")
+    with pytest.raises(ValueError, match="'layers/1/dot_general' comes from"):
+        fp8nnx.quantize_model(nnx.Sequential(layer, part), include="layers/0")
+    with pytest.raises(ValueError, match="'layers/1/dot_general' comes from quantize_model or freeze"):
+        fp8nnx.quantize_model(nnx.Sequential(layer, fp8nnx.freeze(part, x)), x)
 
 
 def test_layers_with_functions_of_their_own_are_left():
