@@ -8,12 +8,12 @@ loops, branches and ``jax.checkpoint``.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax._src.interpreters import partial_eval
 
+from fp8flax._compat.jaxprs import Program
 
-def needed_inputs(program: Any) -> list[bool]:
+
+def needed_inputs(program: Program) -> list[bool]:
     """Returns for each input of a closed jaxpr whether a result of the program depends on it."""
     jaxpr = program.jaxpr
     _, needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

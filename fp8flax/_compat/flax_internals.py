@@ -88,7 +88,7 @@ def showing(
     return having(scope, variables=lambda: show(variables_of(scope)), put_variable=put_variable)
 
 
-def scope_below(scope: flax.core.Scope, name: str) -> flax.core.Scope:
+def scope_below(scope: flax.core.Scope, name: str) -> Any:
     """Returns the scope of this name below a scope, the same one at each call."""
     return scope.push(name, reuse=True)
 

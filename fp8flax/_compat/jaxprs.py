@@ -10,15 +10,18 @@ promise that it stays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jax.extend import core
+
+Program: TypeAlias = core.ClosedJaxpr
+"""A program that JAX has traced, as ``jax.make_jaxpr`` returns it."""
 
 
 class Equation(NamedTuple):
     """An equation of a program, and its position: the scopes, loops and functions around it."""
 
-    eqn: Any
+    eqn: core.JaxprEqn
     scopes: str
     """All scopes (``jax.named_scope``) that it is in, from the outermost, joined by ``/``."""
     times: int
@@ -28,7 +31,7 @@ class Equation(NamedTuple):
 
 
 def equations(
-    program: Any, scopes: str = "", times: int = 1, inside: tuple[str, ...] = ()
+    program: Program | core.Jaxpr, scopes: str = "", times: int = 1, inside: tuple[str, ...] = ()
 ) -> Iterator[Equation]:
     """Yields the equations of a program in order, each followed by the equations of the programs inside it.
 
@@ -44,6 +47,6 @@ def equations(
         name = eqn.primitive.name
         length = eqn.params["length"] if name == "scan" else 1
         values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
-        for inner in (one for each in values for one in each):
+        for inner in (x for each in values for x in each):
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
                 yield from equations(inner, own_scopes, times * length, (*inside, name))

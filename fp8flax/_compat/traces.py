@@ -12,19 +12,46 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
+import jax
 from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
+from fp8flax._compat.jaxprs import Program
 from fp8flax._compat.stand_in import refuse_stand_ins
+
+Primitive: TypeAlias = core.Primitive
+Trace: TypeAlias = core.Trace
+Operands: TypeAlias = Sequence[jax.Array]
+Params: TypeAlias = Mapping[str, Any]
+"""The parameters of a primitive."""
+Results: TypeAlias = jax.Array | Sequence[jax.Array]
+"""The result of a primitive, or the results of one with several."""
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 """A reference to the current trace, if it is a front trace.
 
 ``jax.jit`` must not run there what it has compiled without it, because the trace would not see inside."""
+
+
+class Handler(Protocol):
+    """What a ``FrontTrace`` asks about each primitive and function."""
+
+    def on_primitive(
+        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
+    ) -> Results:
+        """Returns the result of a primitive: that of ``front.compute``, or another."""
+
+    def on_function(
+        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
+    ) -> Sequence[jax.Array]:
+        """Returns ``compute()``, the results of a function that has no program yet.
+
+        Such a function has a derivative of its own, for example. Its primitives are not seen.
+        """
 
 
 class FrontTrace(core.Trace):
@@ -33,35 +60,29 @@ class FrontTrace(core.Trace):
     It stands in front of another trace of JAX, and its arrays and tracers are those of that trace. NNX
     refuses to change a variable in another trace than that which made it, so this trace passes for that
     one.
-
-    Args:
-        handler: an object with two methods. ``on_primitive(front, primitive, operands, params)`` returns
-            the result of a primitive: that of ``front.compute``, or another. ``on_function(is_custom_vjp,
-            operands, compute)`` returns ``compute()``, the results of a function that has no jaxpr yet,
-            such as one with a derivative of its own. Its primitives are not seen.
     """
 
-    def __init__(self, handler: Any) -> None:
+    def __init__(self, handler: Handler) -> None:
         super().__init__()
         self.handler = handler
         self.behind = core.trace_ctx.trace
         self.requires_low, self._weakref = self.behind.requires_low, self.behind._weakref
 
-    def compute(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    def compute(self, primitive: Primitive, operands: Operands, params: Params) -> Results:
         """Returns the result of a primitive, as the trace behind computes it."""
         refuse_stand_ins(operands)
         return self.behind.process_primitive(primitive, operands, params)
 
-    def open(self, program: Any, operands: Sequence[Any]) -> Any:
+    def open(self, program: Program, operands: Operands) -> Sequence[jax.Array]:
         """Computes a jaxpr, closed or not, primitive by primitive, and sees each primitive."""
         jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
         with core.set_current_trace(self):  # JAX has no current trace while a primitive is processed
             return core.eval_jaxpr(jaxpr, consts, *operands)
 
-    def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
+    def process_primitive(self, primitive: Primitive, operands: Operands, params: Params, /) -> Results:
         return self.handler.on_primitive(self, primitive, operands, params)
 
-    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Sequence[jax.Array]:
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]
@@ -98,7 +119,7 @@ def current_handler() -> Any:
     return trace.handler if isinstance(trace, FrontTrace) else None
 
 
-def trace_behind() -> Any:
+def trace_behind() -> Trace:
     """Returns the current trace of JAX, or the trace behind it if it is a ``FrontTrace``."""
     trace = core.trace_ctx.trace
     while isinstance(trace, FrontTrace):
@@ -107,7 +128,7 @@ def trace_behind() -> Any:
 
 
 @contextlib.contextmanager
-def running_in(trace: Any) -> Iterator[None]:
+def running_in(trace: Trace) -> Iterator[None]:
     """A context in which this trace is the current one."""
     before = _KEY.swap_local(weakref.ref(trace) if isinstance(trace, FrontTrace) else None)
     try:

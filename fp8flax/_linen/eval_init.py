@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
 
+from fp8flax._compat.jaxprs import Program
+from fp8flax._core.types import PyTree
 
-def of_arrays(
-    function: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], dict[int, Any]]:
-    """Returns ``function(x, *args, **kwargs)`` as a function of ``x`` and arrays, and these arrays.
+Arrays = dict[int, jax.Array]
 
-    They are the arrays and shapes among the arguments. All other arguments stay concrete.
-    """
+
+def _arrays_of(args: PyTree, kwargs: PyTree) -> tuple[Arrays, Callable[[Arrays], tuple[PyTree, PyTree]]]:
+    """Returns the arrays and shapes among inputs, and a function that puts others in their places."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-
-    def call(x: Any, arrays: dict[int, Any]) -> Any:
-        args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return function(x, *args, **kwargs)
-
-    return call, {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    return arrays, lambda new: treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
-def program_of(function: Callable[..., Any], variables: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of ``function(variables, *args, **kwargs)``, with all arrays in its result."""
+def program_of(
+    function: Callable[..., PyTree],
+    variables: PyTree,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> Program:
+    """Returns the jaxpr of ``function(variables, *args, **kwargs)``, with all arrays in its result.
 
-    def call(*args: Any, **kwargs: Any) -> list[Any]:
-        return [x for x in jax.tree.leaves(function(*args, **kwargs)) if isinstance(x, jax.Array)]
+    Inputs that are no arrays stay concrete.
+    """
+    arrays, inputs_with = _arrays_of(args, kwargs)
 
-    traced, arrays = of_arrays(call, args, kwargs)
-    return jax.make_jaxpr(traced)(variables, arrays)
+    def call(variables: PyTree, arrays: Arrays) -> list[jax.Array]:
+        args, kwargs = inputs_with(arrays)
+        leaves = jax.tree.leaves(function(variables, *args, **kwargs))
+        return [x for x in leaves if isinstance(x, jax.Array)]
+
+    return jax.make_jaxpr(call)(variables, arrays)
 
 
-def eval_init(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def eval_init(model: nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Returns the shapes and dtypes of ``model.init``."""
-    init, arrays = of_arrays(model.init, args, kwargs)
-    return jax.eval_shape(lambda arrays: init(jax.random.key(0), arrays), arrays)
+    arrays, inputs_with = _arrays_of(args, kwargs)
+
+    def init(arrays: Arrays) -> PyTree:
+        args, kwargs = inputs_with(arrays)
+        return model.init(jax.random.key(0), *args, **kwargs)
+
+    return jax.eval_shape(init, arrays)

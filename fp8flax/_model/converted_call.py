@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import flax.core
 import flax.linen as nn
@@ -43,22 +43,24 @@ from fp8flax._core.names import (
     SWITCHED_OFF,
 )
 from fp8flax._core.ops.op import StateLeaf
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import path_names
+from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception, given_site, in_module, scope_in
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
 
-Path = tuple[str, ...]
-Variables = Mapping[str, Any]
+T = TypeVar("T")
+Variables = Mapping[str, PyTree]
 """Collections of variables by their names."""
 
 
 class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
-    on_op: Any = None
+    on_op: Callable[..., jax.Array] | None = None
     """A function that computes the Linen ops of the call in another way; see ``call_of``."""
     has_ops = False
     """Whether an FP8 op that the user gave to a layer has run."""
@@ -114,7 +116,13 @@ class Call(Interception):
             return jax.named_scope(SWITCHED_OFF)
         return super().watching()
 
-    def around(self, run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def around(
+        self,
+        run: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        context: nn.module.InterceptorContext,
+    ) -> PyTree:
         """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
         module, scope = context.module, context.module.scope
         if self.is_passing or scope is None:
@@ -224,7 +232,9 @@ class CountingCall(Call):
         """Returns the scope by which ``report`` finds a contraction."""
         return scope_in(self.decided, self.decide(site, kernel))
 
-    def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
+    def on_op(
+        self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
+    ) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
         origin = self.origins.of(operands[1])
         kernel = None if origin is None else "/".join(origin.sources[0].path)
@@ -247,22 +257,22 @@ def _name_in_layer(site: Site, kernel: Origin | None) -> str:
     return site.name
 
 
-def merged(variables: Variables) -> dict[str, Any]:
+def merged(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the model sees them: with the state among the parameters."""
     return _moved(variables, OVERWRITE_WITH_GRADIENT, PARAMS)
 
 
-def split(variables: Variables) -> dict[str, Any]:
+def split(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the caller sees them: with the state in its own collection."""
     return _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
 
 
-def _moved(variables: Variables, here: str, there: str) -> dict[str, Any]:
+def _moved(variables: Variables, here: str, there: str) -> dict[str, PyTree]:
     """Returns variables with the arrays of ops moved to another collection."""
     leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE}
     if here == PARAMS:
         leaves = {name.swapcase() for name in leaves}
-    flat: dict[Path, Any] = {}
+    flat: dict[Path, PyTree] = {}
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():
         is_of_op = path[0] == here and path[-1] in leaves
         flat[(there, *_swapped(path[1:])) if is_of_op else path] = x
@@ -275,19 +285,19 @@ def _swapped(path: Path) -> Path:
     return (*module, op.swapcase(), leaf.swapcase())
 
 
-def _value_at(tree: Any, path: Path) -> Any:
+def _value_at(tree: PyTree, path: Path) -> PyTree:
     """Returns the value at a path, or None."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
-def as_struct(x: Any) -> Any:
+def as_struct(x: T) -> T | jax.ShapeDtypeStruct:
     """Returns the shape and the dtype of an array; another value unchanged."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 
-def as_own_arrays(tree: Any) -> Any:
+def as_own_arrays(tree: PyTree) -> PyTree:
     """Returns a tree in which each array is a JAX array with an identity of its own.
 
     A NumPy array does not keep its identity in a computation, and the caller may have put one array in two
@@ -295,7 +305,7 @@ def as_own_arrays(tree: Any) -> Any:
     """
     seen = set[int]()
 
-    def own(x: Any) -> Any:
+    def own(x: T) -> T | jax.Array:
         if isinstance(x, np.ndarray):
             return jnp.asarray(x)
         if isinstance(x, jax.Array) and id(x) in seen:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +27,21 @@ import jax
 from fp8flax._compat.flax_internals import having
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.stand_in import READ, StandIn, refuse
-from fp8flax._compat.traces import FrontTrace, current_handler, current_scopes, running_in
+from fp8flax._compat.traces import (
+    FrontTrace,
+    Operands,
+    Params,
+    Primitive,
+    Results,
+    Trace,
+    current_handler,
+    current_scopes,
+    running_in,
+)
 from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
-from fp8flax._core.ops.op import Op
+from fp8flax._core.ops.op import Op, OpBase
+from fp8flax._core.types import OutSharding, Path
 from fp8flax._linen.ops import row_of
 from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
 from fp8flax._model.rules import Site
@@ -50,7 +61,7 @@ def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
     return f"{COUNTED}{[*sites].index(site.key)}"
 
 
-def given_site(op: Any, path: tuple[str, ...], kernel: str | None, *operands: Any) -> Site:
+def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
     lhs, rhs, *arguments = operands
     shapes, dtypes, row = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
@@ -58,7 +69,7 @@ def given_site(op: Any, path: tuple[str, ...], kernel: str | None, *operands: An
     return site._replace(name=row.name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
-def in_module(path: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+def in_module(path: Path) -> contextlib.AbstractContextManager[None]:
     """Returns a scope by which ``report`` finds the module of a contraction."""
     return jax.named_scope(f"{MODULE}({'/'.join(path)})")
 
@@ -72,9 +83,9 @@ class Frame:
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
-    path: tuple[str, ...] = ()
+    path: Path = ()
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
-    trace: Any = None
+    trace: Trace | None = None
     """The trace of JAX that a method of a Linen module runs in."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
@@ -88,8 +99,8 @@ class Contraction(NamedTuple):
     kernel: Origin | None
     """None for two activations or two parameters."""
     arguments: tuple[Any, ...]
-    """Both operands, and the arguments of ``Op.plain``."""
-    keywords: dict[str, Any]
+    """The arguments of ``Op.plain``, beginning with both operands."""
+    keywords: dict[str, OutSharding]
     restore: Callable[[jax.Array], jax.Array] | None
     """Makes the result of the primitive from the result of the op, if they differ."""
 
@@ -113,7 +124,7 @@ class Interception:
         """Returns the FP8 op that computes a contraction, or the scope to compute it in without FP8."""
         raise NotImplementedError
 
-    def origin_of(self, value: Any) -> Origin | None:
+    def origin_of(self, value: jax.Array) -> Origin | None:
         """Returns the origin of an operand; None if it is an activation."""
         return self.origins.of(value)
 
@@ -127,12 +138,12 @@ class Interception:
         return running_in(FrontTrace(self))
 
     def on_primitive(
-        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
+        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
+    ) -> Results:
         """Returns the result of a primitive; the trace in front calls this method."""
         if self.is_passing:
             return front.compute(primitive, operands, params)
-        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         row = row_of(primitive)
         if row is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
@@ -149,13 +160,11 @@ class Interception:
             return self._rematerialized(front, operands, params)
         with scope, having(self, is_passing=True):
             results = self.compute(front, primitive, operands, params)
-        all_results = results if primitive.multiple_results else [results]
+        all_results: Any = results if primitive.multiple_results else [results]
         self.origins.follow(operands, all_results, primitive, params)
         return results
 
-    def _contraction(
-        self, row: type[Op], operands: Sequence[Any], params: Mapping[str, Any]
-    ) -> Contraction:
+    def _contraction(self, row: type[Op], operands: Operands, params: Params) -> Contraction:
         """Returns the contraction that a primitive computes."""
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *row.arguments(params))
@@ -199,7 +208,9 @@ class Interception:
             restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731
         return Contraction(site, kernel, (lhs, rhs, *arguments), keywords, restore)
 
-    def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+    def compute(
+        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
+    ) -> Results:
         """Computes a primitive that is not a contraction in FP8.
 
         A cast or a movement of a kernel that a frozen model stores moves its codes.
@@ -216,7 +227,9 @@ class Interception:
             raise refuse(kernel.source)
         return StandIn(front, codes, kernel.dtype, kernel.source)
 
-    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+    def on_function(
+        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
+    ) -> Sequence[jax.Array]:
         """Computes a function that has no program to look into; the trace in front calls this method."""
         if self.is_passing:
             return compute()
@@ -228,10 +241,10 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    def _rematerialized(self, front: FrontTrace, operands: Sequence[Any], params: Any) -> Any:
+    def _rematerialized(self, front: FrontTrace, operands: Operands, params: Params) -> Sequence[jax.Array]:
         """Computes what ``jax.checkpoint`` has traced under ``jax.checkpoint`` again, and looks into it."""
 
-        def compute(*inputs: Any) -> Any:
+        def compute(*inputs: jax.Array) -> Sequence[jax.Array]:
             self.origins.pass_on(operands, inputs)
             inner = FrontTrace(self)
             with running_in(inner):
@@ -246,7 +259,7 @@ class Interception:
         self.origins.pass_on([given.get(var) for var in jaxpr.outvars], results)
         return results
 
-    def _should_open(self, name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    def _should_open(self, name: str, operands: Operands, params: Params) -> bool:
         """Returns whether to trace into a function, such as the jitted functions of ``jax.numpy``."""
         shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):

@@ -6,14 +6,15 @@ A converted model has a subclass of its class. Its methods begin a ``Call``, in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import flax.linen as nn
 import jax
 
 from fp8flax._compat.flax_internals import call_of, in_call, running
+from fp8flax._compat.jaxprs import Program
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import PyTree
@@ -23,8 +24,10 @@ from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._model.subclasses import subclass_of
 
+Method: TypeAlias = Callable[..., PyTree] | str | None
 
-def quantize(model: Any, rules: Rules) -> nn.Module:
+
+def quantize(model: object, rules: Rules) -> nn.Module:
     """Returns a Linen model that computes in FP8; see ``fp8flax.quantize_model``."""
     if not isinstance(model, nn.Module):
         more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
@@ -42,7 +45,7 @@ def quantize(model: Any, rules: Rules) -> nn.Module:
     return convert(model, rules, Call)
 
 
-def report(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelReport:
+def report(model: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> ModelReport:
     """Returns the report of a converted Linen model; see ``fp8flax.report``."""
     if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
@@ -52,7 +55,7 @@ def report(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelRe
     return report_of(trace_apply(counted, shapes, args, kwargs), decided)
 
 
-def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn.Module:
+def convert(model: nn.Module, rules: Rules, make_call: Callable[[nn.Module], Call]) -> nn.Module:
     """Returns a model that computes in the calls that ``make_call(model)`` returns.
 
     It has the attributes of an unbound model, also those that its ``__init__`` has set.
@@ -64,7 +67,7 @@ def convert(model: nn.Module, rules: Rules, make_call: Callable[..., Any]) -> nn
     return cast(nn.Module, new)
 
 
-def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[nn.Module], Call]) -> type:
     """Returns the subclass whose methods compute in FP8. Linen names modules by its name, which stays."""
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     body = {
@@ -83,18 +86,18 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...
     return type(cls.__name__, (_Converted, cls), body)
 
 
-def _in_call(method: Any) -> Any:
+def _in_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
 
     @wraps(method, updated=())
-    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = call_of(self.scope)
         # A frozen model inside of a converted one makes a call of its own.
         if self.scope is None or (call and (call.cls is type(self) or self._fp8_make_call is Call)):
             return method(self, *args, **kwargs)
         call = self._fp8_make_call(self)
 
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             with call.in_frame(module, None):
                 return method(module, *args, **kwargs)
 
@@ -120,31 +123,33 @@ def _in_call(method: Any) -> Any:
 class _Converted:
     """The methods of converted models in addition to those of their class."""
 
-    def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def apply(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
         return super().apply(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
 
-    def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def init_with_output(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
         return super().init_with_output(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
 
 
-def _as_method(method: Any) -> Any:
+def _as_method(method: Method) -> Callable[..., PyTree]:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
     name = method or "__call__"
     if not isinstance(name, str):
-        return _in_call(getattr(method, "__func__", method))
+        return _in_call(getattr(name, "__func__", name))
 
-    def call(bound: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(bound, name)(*args, **kwargs)  # perhaps a submodule, or not a method of Linen
 
     call.__name__ = name
     return _in_call(call)
 
 
-def trace_apply(model: nn.Module, shapes: PyTree, args: Any, kwargs: Any) -> Any:
+def trace_apply(
+    model: nn.Module, shapes: PyTree, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> Program:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
     mutable = sorted({*shapes} - {PARAMS, OVERWRITE_WITH_GRADIENT})
 
-    def apply(*args: Any, **kwargs: Any) -> Any:
+    def apply(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return model.apply(*args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
 
     return program_of(apply, shapes, args, kwargs)

@@ -22,13 +22,12 @@ from fp8flax._compat.traces import current_handler, trace_behind, unwatched
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
+from fp8flax._core.types import Path
 from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.rules import Site
 from fp8flax._model.subclasses import subclass_of
 from fp8flax._nnx.ops import Fp8Op
-
-Path = tuple[str, ...]
 
 
 def nodes_of(model: Any, *types: Any) -> dict[Path, Any]:
@@ -107,7 +106,7 @@ class ModuleCall(Interception):
         if op is None or isinstance(op, LeftWide) or site.impossible is not None:
             return NOT_CONVERTED
         if not isinstance(op, Fp8Op):  # of a frozen module
-            return op  # type: ignore[no-any-return]
+            return op
         if op._is_off:
             return SWITCHED_OFF
         return functools.partial(self._drawing_keys, op) if hasattr(op, "rngs") else op._run

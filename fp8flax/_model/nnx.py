@@ -15,8 +15,8 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import GemmSizes, Op
 from fp8flax._core.options import wrong_model
+from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import GIVEN, given_site, in_module, scope_in
 from fp8flax._model.module_call import (
@@ -45,6 +46,9 @@ from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._nnx import ops
 from fp8flax._nnx.ops import Fp8Op, plain_of
+
+Inputs: TypeAlias = Sequence[PyTree]
+KeywordInputs: TypeAlias = Mapping[str, PyTree]
 
 ONLY_WITH_INPUTS = "only a call shows what it computes: give quantize_model inputs that reach it"
 """The reason for contractions that ``quantize_model`` has not seen in a call."""
@@ -126,7 +130,7 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 class DryRun:
     """One abstract call of a copy of a model, which finds the contractions and converts none."""
 
-    def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, model: nnx.Module, args: Inputs, kwargs: KeywordInputs) -> None:
         self.sites: dict[Hashable, Site] = {}
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
@@ -157,13 +161,13 @@ class DryRun:
         """The identities of the arrays of the model that the call needs."""
         return {x for x, is_needed in zip(self._inputs, needed_inputs(self.program)) if is_needed}
 
-    def _run_layer(self, site: Site, *args: Any, **kwargs: Any) -> jax.Array:
+    def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
         site = site._replace(in_custom_vjp=any(self.custom_vjps))
         with jax.named_scope(self._record(site)):
             return plain_of(site.op)(*args, **kwargs)
 
-    def _run_given(self, path: tuple[str, ...], op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
+    def _run_given(self, path: Path, op: Fp8Op, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
         with jax.named_scope(self._record(site)):
@@ -193,13 +197,13 @@ class DryRun:
 class CountingCall(ModuleCall):
     """A call of a module in a dry run, which gets the contractions; none is computed in FP8."""
 
-    def __init__(self, module: nnx.Module) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__(module)
         self._dry_run: DryRun = module._fp8_dry_run
         self.custom_vjps = self._dry_run.custom_vjps
 
     @contextlib.contextmanager
-    def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:
+    def in_frame(self, module: Any, method: str) -> Iterator[None]:
         """A context in which a method of a module runs, in a scope of the module."""
         with super().in_frame(module, method), in_module(module._fp8_path):
             yield
@@ -209,7 +213,9 @@ class CountingCall(ModuleCall):
         return self._dry_run.scope_of(site, kernel)
 
 
-def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs: Any = None) -> Any:
+def quantize(
+    model: nnx.Module, inputs: Inputs, keyword_inputs: KeywordInputs, rules: Rules, rngs: nnx.Rngs | None
+) -> nnx.Module:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
     given = nodes_of(model, Fp8Op)
     for path, node in nodes_of(model, nnx.Module).items():
@@ -220,8 +226,8 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
                 "with all rules at once."
             )
     copy: Any = nnx.clone(model)
-    decided = [options.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
-    options.check(decided, has_ops=bool(given))
+    decided = [rules.decide(site) for site in _contractions(copy, inputs, keyword_inputs)]
+    rules.check(decided, has_ops=bool(given))
     written_out = [site for site in decided if site.name != site.op.nnx_field]
     for site in written_out if any(site.converts for site in written_out) else ():
         watch(site.module)
@@ -241,7 +247,7 @@ def quantize(model: Any, inputs: Any, keyword_inputs: Any, options: Rules, rngs:
     return copy
 
 
-def _contractions(model: Any, inputs: Any, keyword_inputs: Any) -> Iterator[Site]:
+def _contractions(model: nnx.Module, inputs: Inputs, keyword_inputs: KeywordInputs) -> Iterator[Site]:
     """Yields the contractions of a model: those of a call with these inputs, if there are inputs.
 
     A layer of Flax that the call does not reach is also there, because another method may call it.
@@ -270,7 +276,7 @@ def _new_op(site: Site, rngs: nnx.Rngs | None) -> Fp8Op:
     return cast(Fp8Op, op)
 
 
-def report(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelReport:
+def report(model: nnx.Module, args: Inputs, kwargs: KeywordInputs) -> ModelReport:
     """Returns the report of a converted NNX model; see ``fp8flax.report``."""
     given = nodes_of(model, Fp8Op).values()
     if not any(op._reason for op in given):

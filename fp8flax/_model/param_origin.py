@@ -13,13 +13,16 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._compat.stand_in import READ
+from fp8flax._compat.traces import Operands, Params, Primitive
+from fp8flax._core.types import Path
 
 # Primitives that leave every value in its place.
 CAST = "convert_element_type"
@@ -33,7 +36,7 @@ MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split")
 class Source(NamedTuple):
     """A parameter as a method sees it; inside ``nn.scan`` it is a slice of the caller's array."""
 
-    path: tuple[str, ...]
+    path: Path
     shape: tuple[int, ...]
     part: str = ""
     """The name of the part of the parameter, if the value is joined of several; see ``Origin.part``."""
@@ -53,7 +56,7 @@ class Origin(NamedTuple):
     ``w.reshape(4, 8)[1]``. A result of arithmetic has the name of its first operand of the same shape."""
     axes: tuple[int, ...] | None = None
     """For each dimension of the value, that of the parameter; None after a reshape."""
-    steps: tuple[tuple[Any, dict[str, Any]], ...] | None = None
+    steps: tuple[tuple[Primitive, Params], ...] | None = None
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
     None if arithmetic made the value, or it does not hold each element of the parameter once."""
@@ -96,7 +99,7 @@ class Origin(NamedTuple):
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(values.dtype)
 
-    def name(self, module: tuple[str, ...], summed: Sequence[int]) -> str:
+    def name(self, module: Path, summed: Sequence[int]) -> str:
         """Returns the name of the value in a module at this path; the state of the op is named with it.
 
         It does not depend on what else a method computes. A kernel that is used twice in the same way has
@@ -110,7 +113,7 @@ class Origin(NamedTuple):
         is_transposed = len(axes) > 1 and any(axes[i] == last for i in summed)
         return "-".join(different) + (self.part or "") + "-T" * is_transposed
 
-    def moved(self, primitive: Any, params: dict[str, Any], index: int, shape: tuple[int, ...]) -> Origin:
+    def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
         name, part, axes, steps = primitive.name, self.part, self.axes, self.steps
         is_bijection = name in BIJECTIONS
@@ -143,7 +146,7 @@ class Origin(NamedTuple):
         return Origin(self.sources, part, axes, steps)
 
 
-def name_of(path: tuple[str, ...]) -> str:
+def name_of(path: Path) -> str:
     """Returns the path of a parameter as a text for the name of an op, which can be read in one way only.
 
     The keys are joined by ``-``. A ``~`` marks what would be read as something else: a ``-`` in a key, and
@@ -178,14 +181,14 @@ class ParamOrigins:
 
     def __init__(self) -> None:
         # By the identity of a value: a weak reference, since a tracer must not outlive its trace.
-        self._known: dict[int, tuple[weakref.ref[Any], Origin | NoKernel]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], Origin | NoKernel]] = {}
 
-    def of(self, value: Any) -> Origin | None:
+    def of(self, value: object) -> Origin | None:
         """Returns the origin of a value that is made of parameters and numbers; None for others."""
         known = self._recorded(value)
         return known if isinstance(known, Origin) and known.sources else None
 
-    def note(self, *operands: Any) -> str:
+    def note(self, *operands: object) -> str:
         """Returns what the first operand is that no input of the model is in; empty if there is none."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
         for known in (self._what_is(x, is_traced) for x in operands):
@@ -195,7 +198,7 @@ class ParamOrigins:
                 return known.note
         return ""
 
-    def add(self, arrays: Iterable[tuple[tuple[str, ...], Any]], kind: str = "") -> None:
+    def add(self, arrays: Iterable[tuple[Path, object]], kind: str = "") -> None:
         """Records arrays as parameters, or variables of another kind, by their paths, if not known yet."""
         for path, leaf in arrays:
             if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
@@ -205,14 +208,18 @@ class ParamOrigins:
                 param = Origin((Source(path, leaf.shape),), "", tuple(range(len(leaf.shape))), steps)
                 self._record(leaf, NoKernel(f"{'/'.join(path)}, {kind}") if kind else param)
 
-    def pass_on(self, values: Sequence[Any], others: Sequence[Any]) -> None:
+    def pass_on(self, values: Sequence[object], others: Sequence[object]) -> None:
         """Records other values as these, as a function gets its operands as inputs."""
         for value, other in zip(values, others):
             if (known := self._recorded(value)) is not None:
                 self._record(other, known)
 
     def follow(
-        self, operands: Sequence[Any], results: Sequence[Any], primitive: Any = None, params: Any = None
+        self,
+        operands: Operands,
+        results: Sequence[jax.Array],
+        primitive: Primitive | None = None,
+        params: Params = MappingProxyType({}),
     ) -> None:
         """Records the results of a primitive, or of a function that is not looked into."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in results)
@@ -221,6 +228,7 @@ class ParamOrigins:
         for i, result in enumerate(results):
             if any(result is x for x in operands):
                 continue  # stays what it is
+            made: Known
             if primitive is None or len(origins) < len(known):
                 made = _computed(known)
             elif primitive.name in MOVEMENTS and len(origins) == 1 and origins[0].sources:
@@ -230,11 +238,11 @@ class ParamOrigins:
             if made is not None:
                 self._record(result, made)
 
-    def _record(self, value: Any, known: Origin | NoKernel) -> None:
+    def _record(self, value: object, known: Origin | NoKernel) -> None:
         records, key = self._known, id(value)
         records[key] = weakref.ref(value, lambda _: records.pop(key, None)), known
 
-    def _recorded(self, value: Any) -> Known:
+    def _recorded(self, value: object) -> Known:
         _, known = self._known.get(id(value), (None, None))
         return known
 

@@ -6,9 +6,8 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
 
-from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.jaxprs import Program, equations
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import MODULE
 from fp8flax._core.ops.op import GemmSizes
@@ -96,14 +95,14 @@ class ModelReport:
         return "\n".join(lines)
 
 
-def report_of(program: Any, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
+def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
     In ``program`` each contraction is in the scope ``scope_in(sites, site)``. ``not_run`` are the paths of
     ops that did not run.
     """
     decided = {scope_in(sites, site): site for site in sites.values()}
-    counts: Counter[tuple[Any, GemmSizes]] = Counter()
+    counts: Counter[tuple[Site | tuple[str, str], GemmSizes]] = Counter()
     for one in equations(program):
         row = row_of(one.eqn.primitive)
         if row is None:

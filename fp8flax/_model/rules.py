@@ -13,6 +13,7 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.ops.op import FORMS, GemmSizes, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._core.types import Path
 
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
@@ -41,7 +42,7 @@ DEFAULT = "default"
 class Site(NamedTuple):
     """A contraction in a model, and the decision of the rules about it."""
 
-    path: tuple[str, ...]
+    path: Path
     """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._compat.traces import FrontTrace, running_in, trace_behind, unwatched
+from fp8flax._compat.traces import (
+    FrontTrace,
+    Operands,
+    Params,
+    Primitive,
+    Results,
+    Trace,
+    running_in,
+    trace_behind,
+    unwatched,
+)
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
@@ -82,9 +92,9 @@ class _StateName(NamedTuple):
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    _on_op: Any = None
+    _on_op: Callable[..., jax.Array] | None = None
     """A function that computes the op in a dry run, ``_on_op(op, lhs, rhs, *arguments)``."""
-    _trace: Any = None
+    _trace: Trace | None = None
     """The trace in which a ``ModuleCall`` draws random keys: NNX refuses to do so in ``jax.checkpoint``."""
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
@@ -118,7 +128,7 @@ class Fp8Op(OpBase, nnx.Module):
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
         if self._on_op is not None:
-            return cast(jax.Array, self._on_op(self, lhs, rhs, *arguments, **keywords))
+            return self._on_op(self, lhs, rhs, *arguments, **keywords)
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
             return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
@@ -168,14 +178,18 @@ class _InPlace:
         self.primitive = "jit" if op.row is Einsum else op.row.primitive
         self.operands, self.compute = {id(x) for x in operands}, compute
 
-    def on_primitive(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
+    def on_primitive(
+        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
+    ) -> Results:
         if primitive.name != self.primitive or not self.operands <= {id(x) for x in operands}:
             return front.compute(primitive, operands, params)
         with running_in(front.behind):
             out = self.compute()
         return [out] if primitive.multiple_results else out
 
-    def on_function(self, is_custom_vjp: bool, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+    def on_function(
+        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
+    ) -> Sequence[jax.Array]:
         return compute()
 
 
