@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partialmethod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax._src import core, source_info_util
@@ -23,35 +23,18 @@ from jax._src.config import config_ext
 from fp8flax._compat.jaxprs import Program
 from fp8flax._compat.stand_in import refuse_stand_ins
 
+# The arguments and the result of a primitive, and a function without a program yet.
 Primitive: TypeAlias = core.Primitive
-Trace: TypeAlias = core.Trace
 Operands: TypeAlias = Sequence[jax.Array]
-Params: TypeAlias = Mapping[str, Any]
-"""The parameters of a primitive."""
+Params: TypeAlias = Any
 Results: TypeAlias = jax.Array | Sequence[jax.Array]
-"""The result of a primitive, or the results of one with several."""
+Compute: TypeAlias = Callable[[], Operands]
+Trace: TypeAlias = core.Trace
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
 """A reference to the current trace, if it is a front trace.
 
 ``jax.jit`` must not run there what it has compiled without it, because the trace would not see inside."""
-
-
-class Handler(Protocol):
-    """What a ``FrontTrace`` asks about each primitive and function."""
-
-    def on_primitive(
-        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
-    ) -> Results:
-        """Returns the result of a primitive: that of ``front.compute``, or another."""
-
-    def on_function(
-        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
-    ) -> Sequence[jax.Array]:
-        """Returns ``compute()``, the results of a function that has no program yet.
-
-        Such a function has a derivative of its own, for example. Its primitives are not seen.
-        """
 
 
 class FrontTrace(core.Trace):
@@ -60,9 +43,15 @@ class FrontTrace(core.Trace):
     It stands in front of another trace of JAX, and its arrays and tracers are those of that trace. NNX
     refuses to change a variable in another trace than that which made it, so this trace passes for that
     one.
+
+    Args:
+        handler: an object with two methods. ``on_primitive(front, primitive, operands, params)`` returns
+            the result of a primitive: that of ``front.compute``, or another. ``on_function(is_custom_vjp,
+            operands, compute)`` returns ``compute()``, the results of a function that has no jaxpr yet,
+            such as one with a derivative of its own. Its primitives are not seen.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Any) -> None:
         super().__init__()
         self.handler = handler
         self.behind = core.trace_ctx.trace

@@ -28,6 +28,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
@@ -116,13 +117,7 @@ class Call(Interception):
             return jax.named_scope(SWITCHED_OFF)
         return super().watching()
 
-    def around(
-        self,
-        run: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        context: nn.module.InterceptorContext,
-    ) -> PyTree:
+    def around(self, run: PyTree, args: PyTree, kwargs: PyTree, context: InterceptorContext) -> PyTree:
         """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
         module, scope = context.module, context.module.scope
         if self.is_passing or scope is None:

@@ -28,6 +28,7 @@ from fp8flax._compat.flax_internals import having
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.stand_in import READ, StandIn, refuse
 from fp8flax._compat.traces import (
+    Compute,
     FrontTrace,
     Operands,
     Params,
@@ -227,9 +228,7 @@ class Interception:
             raise refuse(kernel.source)
         return StandIn(front, codes, kernel.dtype, kernel.source)
 
-    def on_function(
-        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
-    ) -> Sequence[jax.Array]:
+    def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
         """Computes a function that has no program to look into; the trace in front calls this method."""
         if self.is_passing:
             return compute()

@@ -13,12 +13,12 @@ import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from fp8flax._compat.stand_in import READ
 from fp8flax._compat.traces import Operands, Params, Primitive
@@ -60,11 +60,6 @@ class Origin(NamedTuple):
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
     None if arithmetic made the value, or it does not hold each element of the parameter once."""
-
-    @property
-    def has_params(self) -> bool:
-        """Whether a parameter is in the value."""
-        return bool(self.sources)
 
     @property
     def note(self) -> str:
@@ -188,7 +183,7 @@ class ParamOrigins:
         known = self._recorded(value)
         return known if isinstance(known, Origin) and known.sources else None
 
-    def note(self, *operands: object) -> str:
+    def note(self, *operands: ArrayLike) -> str:
         """Returns what the first operand is that no input of the model is in; empty if there is none."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
         for known in (self._what_is(x, is_traced) for x in operands):
@@ -204,7 +199,7 @@ class ParamOrigins:
             if isinstance(leaf, jax.Array | np.ndarray) and self.of(leaf) is None:
                 known = self._recorded(leaf)
                 # ``nn.map_variables`` may have computed the parameter.
-                steps = None if known is not None and known.has_params else ()
+                steps = None if isinstance(known, NoKernel) and known.has_params else ()
                 param = Origin((Source(path, leaf.shape),), "", tuple(range(len(leaf.shape))), steps)
                 self._record(leaf, NoKernel(f"{'/'.join(path)}, {kind}") if kind else param)
 
@@ -215,11 +210,7 @@ class ParamOrigins:
                 self._record(other, known)
 
     def follow(
-        self,
-        operands: Operands,
-        results: Sequence[jax.Array],
-        primitive: Primitive | None = None,
-        params: Params = MappingProxyType({}),
+        self, operands: Operands, results: Operands, primitive: Primitive = None, params: Params = None
     ) -> None:
         """Records the results of a primitive, or of a function that is not looked into."""
         is_traced = any(isinstance(x, jax.core.Tracer) for x in results)
@@ -246,7 +237,7 @@ class ParamOrigins:
         _, known = self._known.get(id(value), (None, None))
         return known
 
-    def _what_is(self, value: Any, is_traced: bool) -> Known:
+    def _what_is(self, value: ArrayLike, is_traced: bool) -> Known:
         """Returns what an operand is. One that is no tracer, beside tracers, is no input of the model."""
         known = self._recorded(value)
         if known is None and not (isinstance(value, jax.Array) or np.ndim(value)):
@@ -257,8 +248,8 @@ class ParamOrigins:
 
 def _computed(known: Sequence[Known]) -> NoKernel | None:
     """Returns what a value is that is computed from these and cannot be a kernel."""
-    params = [x for x in known if x is not None and x.has_params]
-    notes = [x.note for x in (*params, *known) if x is not None and x.note]
+    params = [x for x in known if x and (x.has_params if isinstance(x, NoKernel) else x.sources)]
+    notes = [x.note for x in (*params, *known) if x and x.note]
     has_input = any(x is None or x == NoKernel("", has_params=True) for x in known)
     note = "" if has_input or not notes else notes[0]
     return NoKernel(note, bool(params)) if params or note else None

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from fp8flax._compat.traces import (
+    Compute,
     FrontTrace,
     Operands,
     Params,
@@ -187,9 +188,7 @@ class _InPlace:
             out = self.compute()
         return [out] if primitive.multiple_results else out
 
-    def on_function(
-        self, is_custom_vjp: bool, operands: Operands, compute: Callable[[], Sequence[jax.Array]]
-    ) -> Sequence[jax.Array]:
+    def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
         return compute()
 
 
