@@ -65,9 +65,10 @@ def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
 def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
     lhs, rhs, *arguments = operands
-    shapes, dtypes, row = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
-    site = Site(path, type(op), kernel, row, shapes, dtypes, row.sizes(*shapes, *arguments), is_matmul=True)
-    return site._replace(name=row.name, converts=True, recipe=op.recipe, reason=GIVEN)
+    shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
+    sizes = op_type.sizes(*shapes, *arguments)
+    site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
+    return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
 def in_module(path: Path) -> contextlib.AbstractContextManager[None]:
@@ -145,10 +146,10 @@ class Interception:
         if self.is_passing:
             return front.compute(primitive, operands, params)
         scope: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        row = row_of(primitive)
-        if row is not None and not HANDLED.search(current_scopes()):
+        op_type = row_of(primitive)
+        if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
-                site, kernel, arguments, keywords, restore = self._contraction(row, operands, params)
+                site, kernel, arguments, keywords, restore = self._contraction(op_type, operands, params)
                 op = self.choose(site, kernel)
                 if not isinstance(op, str):
                     with jax.named_scope(BY_OP):
@@ -165,22 +166,22 @@ class Interception:
         self.origins.follow(operands, all_results, primitive, params)
         return results
 
-    def _contraction(self, row: type[Op], operands: Operands, params: Params) -> Contraction:
+    def _contraction(self, op_type: type[Op], operands: Operands, params: Params) -> Contraction:
         """Returns the contraction that a primitive computes."""
         lhs, rhs, *more = operands
-        arguments: tuple[Any, ...] = (*more, *row.arguments(params))
+        arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
         left, kernel = self.origin_of(lhs), self.origin_of(rhs)
         restore: Callable[[jax.Array], jax.Array] | None = None
-        if left is not None and kernel is None and row.swapped is not None:
-            arguments, restore = row.swapped(lhs, rhs, *arguments)
+        if left is not None and kernel is None and op_type.swapped is not None:
+            arguments, restore = op_type.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
-        frame, impossible = self.frames[-1], row.unsupported(params)
+        frame, impossible = self.frames[-1], op_type.unsupported(params)
         sharding = params.get("out_sharding")
         is_swapped = restore is not None
         if is_swapped and sharding is not None:
             impossible = "its kernel is on the left, and the model gives the sharding of its result"
         if kernel is not None and left is None:
-            name = kernel.name(frame.path, arguments[0][0][1] if row.primitive == "dot_general" else ())
+            name = kernel.name(frame.path, arguments[0][0][1] if op_type.primitive == "dot_general" else ())
         else:
             kind = "product" if kernel is None else "parameters"
             impossible = impossible or (None if kernel is None else "a product of two parameters")
@@ -191,11 +192,11 @@ class Interception:
             path=frame.path,
             module=frame.module,
             kernel=None if kernel is None else "/".join(kernel.sources[0].path),
-            op=row,
+            op=op_type,
             shapes=(lhs.shape, rhs.shape),
             dtypes=(lhs.dtype, rhs.dtype),
-            sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
-            is_matmul=row.is_matmul(lhs, rhs, *arguments),
+            sizes=op_type.sizes(lhs.shape, rhs.shape, *arguments),
+            is_matmul=op_type.is_matmul(lhs, rhs, *arguments),
             impossible=impossible,
             name=name,
             product=self.origins.note(lhs, rhs) if kernel is None else "",
@@ -203,7 +204,7 @@ class Interception:
             in_custom_vjp=any(self.custom_vjps),
         )
         keywords = {}
-        if sharding is not None and row is DotGeneral:
+        if sharding is not None and op_type is DotGeneral:
             keywords["out_sharding"] = sharding
         elif sharding is not None:
             restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731

@@ -59,8 +59,8 @@ def op_of(site: Site) -> Fp8Op | None:
 
     The contraction of an op that a module of the user calls has this op as its module.
     """
-    found = getattr(site.module, site.name, site.module)
-    return found if isinstance(found, Fp8Op) else None
+    op = getattr(site.module, site.name, site.module)
+    return op if isinstance(op, Fp8Op) else None
 
 
 def _layer_of(module: Any) -> tuple[type[Op], tuple[int, ...], Sequence[int], Sequence[int]]:
@@ -95,10 +95,10 @@ def _is_matmul(layer: nnx.Conv) -> bool:
 def layers_of(model: nnx.Module) -> Iterator[Site]:
     """Yields the contractions of layers that have a field for an op; kernels give the sizes."""
     for path, module in nodes_of(model, nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv).items():
-        row, shape, summed, free = _layer_of(module)
-        kernel, function = module.kernel.get_value(), getattr(module, row.nnx_field)
+        op_type, shape, summed, free = _layer_of(module)
+        kernel, function = module.kernel.get_value(), getattr(module, op_type.nnx_field)
         stacked, impossible = _stack_of(kernel.shape, shape)
-        is_free = function in (None, jnp.einsum, row.plain) or isinstance(function, Fp8Op | LeftWide)
+        is_free = function in (None, jnp.einsum, op_type.plain) or isinstance(function, Fp8Op | LeftWide)
         if not is_free or getattr(module, "dot_general_cls", None) is not None:
             impossible = impossible or "it has an op of its own"
         k, n = (math.prod(shape[i] for i in axes) for axes in (summed, free))
@@ -106,13 +106,13 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
             path=path,
             module=module,
             kernel="/".join((*path, "kernel")),
-            op=row,
+            op=op_type,
             shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(1, 1, k, n),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=impossible,
-            name=row.nnx_field,
+            name=op_type.nnx_field,
             stacked=stacked,
         )
 
@@ -267,10 +267,10 @@ def _contractions(model: nnx.Module, inputs: Inputs, keyword_inputs: KeywordInpu
 
 def _new_op(site: Site, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
-    row = site.op
+    op_type = site.op
     form: dict[str, Any] = {} if site.form is None else {"form": site.form}
-    num_kernels = site.shapes[1][:1] if row.is_stack else ()
-    op: Any = getattr(ops, row.name)(*num_kernels, recipe=site.recipe, **form)
+    num_kernels = site.shapes[1][:1] if op_type.is_stack else ()
+    op: Any = getattr(ops, op_type.name)(*num_kernels, recipe=site.recipe, **form)
     op._make_state(site.stacked, rngs)
     op._reason, op.has_kernel = site.reason, site.kernel is not None
     return cast(Fp8Op, op)

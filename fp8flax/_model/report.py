@@ -103,20 +103,20 @@ def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[s
     """
     decided = {scope_in(sites, site): site for site in sites.values()}
     counts: Counter[tuple[Site | tuple[str, str], GemmSizes]] = Counter()
-    for one in equations(program):
-        row = row_of(one.eqn.primitive)
-        if row is None:
+    for eqn, scopes, times, inside in equations(program):
+        op_type = row_of(eqn.primitive)
+        if op_type is None:
             continue
-        lhs, rhs, *more = (var.aval for var in one.eqn.invars)
-        sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(one.eqn.params))
-        scopes, modules = HANDLED.findall(one.scopes), re.findall(rf"{MODULE}\((.*?)\)", one.scopes)
-        if scopes and scopes[-1] not in decided:
+        lhs, rhs, *more = (var.aval for var in eqn.invars)
+        sizes = op_type.sizes(lhs.shape, rhs.shape, *more, *op_type.arguments(eqn.params))
+        handled, modules = HANDLED.findall(scopes), re.findall(rf"{MODULE}\((.*?)\)", scopes)
+        if handled and handled[-1] not in decided:
             continue
         # JAX computes the others in a way that quantize_model does not look into.
-        key = decided[scopes[-1]] if scopes else (modules[-1] if modules else "", _reason(one.inside))
+        key = decided[handled[-1]] if handled else (modules[-1] if modules else "", _reason(inside))
         if isinstance(key, Site) and key.is_swapped:
             sizes = sizes._replace(m=sizes.n, n=sizes.m)
-        counts[key, sizes] += one.times
+        counts[key, sizes] += times
     rows = []
     for (site, sizes), count in counts.items():
         flops = count * sizes.flops
