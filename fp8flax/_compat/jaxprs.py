@@ -9,13 +9,22 @@ promise that it stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 from jax.extend import core
 
 Program: TypeAlias = core.ClosedJaxpr
 """A program that JAX has traced, as ``jax.make_jaxpr`` returns it."""
+
+Primitive: TypeAlias = core.Primitive
+Operands: TypeAlias = Sequence[jax.Array]
+Params: TypeAlias = Any
+"""The parameters of a primitive, by their names."""
+Results: TypeAlias = jax.Array | Operands
+Compute: TypeAlias = Callable[[], Operands]
+"""A function that computes what has no program."""
 
 
 class Equation(NamedTuple):

@@ -12,23 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partialmethod
 from typing import Any, TypeAlias
 
-import jax
 from jax._src import core, source_info_util
 from jax._src.config import config_ext
 
-from fp8flax._compat.jaxprs import Program
+from fp8flax._compat.jaxprs import Operands, Params, Primitive, Program, Results
 from fp8flax._compat.stand_in import refuse_stand_ins
 
-# The arguments and the result of a primitive, and a function without a program yet.
-Primitive: TypeAlias = core.Primitive
-Operands: TypeAlias = Sequence[jax.Array]
-Params: TypeAlias = Any
-Results: TypeAlias = jax.Array | Sequence[jax.Array]
-Compute: TypeAlias = Callable[[], Operands]
 Trace: TypeAlias = core.Trace
 
 _KEY = config_ext.Config("fp8flax_front", None, include_in_jit_key=True)
@@ -62,7 +55,7 @@ class FrontTrace(core.Trace):
         refuse_stand_ins(operands)
         return self.behind.process_primitive(primitive, operands, params)
 
-    def open(self, program: Program, operands: Operands) -> Sequence[jax.Array]:
+    def open(self, program: Program, operands: Operands) -> Operands:
         """Computes a jaxpr, closed or not, primitive by primitive, and sees each primitive."""
         jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
         with core.set_current_trace(self):  # JAX has no current trace while a primitive is processed
@@ -71,7 +64,7 @@ class FrontTrace(core.Trace):
     def process_primitive(self, primitive: Primitive, operands: Operands, params: Params, /) -> Results:
         return self.handler.on_primitive(self, primitive, operands, params)
 
-    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Sequence[jax.Array]:
+    def _hand_on(self, method: str, *args: Any, **kwargs: Any) -> Operands:
         # The arguments of these methods differ between versions of JAX. The lists among them hold the
         # operands.
         operands = [x for values in args if isinstance(values, list | tuple) for x in values]

@@ -19,26 +19,15 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8flax._compat.flax_internals import having
-from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results, equations
 from fp8flax._compat.stand_in import READ, StandIn, refuse
-from fp8flax._compat.traces import (
-    Compute,
-    FrontTrace,
-    Operands,
-    Params,
-    Primitive,
-    Results,
-    Trace,
-    current_handler,
-    current_scopes,
-    running_in,
-)
+from fp8flax._compat.traces import FrontTrace, Trace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import Op, OpBase
@@ -176,8 +165,7 @@ class Interception:
             arguments, restore = op_type.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
         frame, impossible = self.frames[-1], op_type.unsupported(params)
-        sharding = params.get("out_sharding")
-        is_swapped = restore is not None
+        is_swapped, sharding = restore is not None, params.get("out_sharding")
         if is_swapped and sharding is not None:
             impossible = "its kernel is on the left, and the model gives the sharding of its result"
         if kernel is not None and left is None:
@@ -241,10 +229,10 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    def _rematerialized(self, front: FrontTrace, operands: Operands, params: Params) -> Sequence[jax.Array]:
+    def _rematerialized(self, front: FrontTrace, operands: Operands, params: Params) -> Operands:
         """Computes what ``jax.checkpoint`` has traced under ``jax.checkpoint`` again, and looks into it."""
 
-        def compute(*inputs: jax.Array) -> Sequence[jax.Array]:
+        def compute(*inputs: jax.Array) -> Operands:
             self.origins.pass_on(operands, inputs)
             inner = FrontTrace(self)
             with running_in(inner):

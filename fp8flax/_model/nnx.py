@@ -148,18 +148,15 @@ class DryRun:
                 module._fp8_path, module._fp8_dry_run = path, self
                 watch(module, CountingCall)
         graphdef, state = nnx.split(copy)
-        self._inputs = [id(x) for x in jax.tree.leaves(state)]
         with autocast():  # finds the same contractions while FP8 is switched off
             self.program = program_of(
                 lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs),
                 *(state, args, kwargs),
             )
             """The jaxpr of the call."""
-
-    @functools.cached_property
-    def needed(self) -> set[int]:
+        inputs = zip(jax.tree.leaves(state), needed_inputs(self.program))
+        self.needed = {id(x) for x, is_needed in inputs if is_needed}
         """The identities of the arrays of the model that the call needs."""
-        return {x for x, is_needed in zip(self._inputs, needed_inputs(self.program)) if is_needed}
 
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from fp8flax._compat.jaxprs import Operands, Params, Primitive
 from fp8flax._compat.stand_in import READ
-from fp8flax._compat.traces import Operands, Params, Primitive
 from fp8flax._core.types import Path
 
 # Primitives that leave every value in its place.

@@ -13,18 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._compat.traces import (
-    Compute,
-    FrontTrace,
-    Operands,
-    Params,
-    Primitive,
-    Results,
-    Trace,
-    running_in,
-    trace_behind,
-    unwatched,
-)
+from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results
+from fp8flax._compat.traces import FrontTrace, Trace, running_in, trace_behind, unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
