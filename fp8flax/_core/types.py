@@ -6,14 +6,14 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec, Sharding
 
-OutSharding: TypeAlias = Sharding | PartitionSpec | None
-"""How to shard a result on a mesh with explicit axes, as ``lax.dot_general`` takes it."""
-
-Path: TypeAlias = tuple[str, ...]
-"""The names on the way to a module or an array, from the outermost module."""
-
 PyTree: TypeAlias = Any
 """A tree of arrays, as ``jax.tree`` knows them."""
 
+OutSharding: TypeAlias = Sharding | PartitionSpec | None
+"""How to shard a result on a mesh with explicit axes, as ``lax.dot_general`` takes it."""
+
 Role: TypeAlias = Literal["input", "kernel", "output_grad"]
 """The tensors of a contraction that have a scaling state."""
+
+Path: TypeAlias = tuple[str, ...]
+"""The names on the way to a module or an array, from the outermost module."""

@@ -55,12 +55,15 @@ class Fp8Op(OpBase, nn.Module):
         on_op = call.on_op if call else None
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
+    @nn.nowrap
     def _place(self) -> tuple[str, ...]:
         return self.path or (type(self).__name__,)
 
+    @nn.nowrap
     def _key(self) -> jax.Array | None:
         return self.make_rng(RNG) if self.has_rng(RNG) else None
 
+    @nn.nowrap
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         """Declares one variable of the state, and returns its value and its path."""
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
@@ -99,6 +102,7 @@ class Fp8Op(OpBase, nn.Module):
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
+    @nn.nowrap
     def _is_normalized(self, leaf: str) -> bool:
         """Returns whether an ``nn.WeightNorm`` around the op would normalize this variable."""
         for norm in running_modules():

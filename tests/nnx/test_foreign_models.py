@@ -109,5 +109,5 @@ def test_adapters_of_qwix(tmp_path):
     """Qwix adds the adapters of LoRA in a call of the model, in front of the conversion."""
     qwix = pytest.importorskip("qwix")
     lora = qwix.LoraProvider(module_path=".*(gate|down)", rank=2, alpha=2.0)
-    model = qwix.apply_lora_to_model(LanguageModel(), lora, TOKENS)
+    model = qwix.apply_lora_to_model(LanguageModel(), lora, TOKENS, rngs=nnx.Rngs(0))
     check(model, (TOKENS,), {}, 12, tmp_path)
