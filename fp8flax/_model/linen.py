@@ -124,17 +124,21 @@ class _Converted:
     """The methods of converted models in addition to those of their class."""
 
     def apply(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
-        return super().apply(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
+        return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
 
     def init_with_output(self: Any, *args: PyTree, method: Method = None, **kwargs: PyTree) -> PyTree:
-        return super().init_with_output(*args, method=_as_method(method), **kwargs)  # type: ignore[misc]
+        method = _as_method(self, method)
+        return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
 
 
-def _as_method(method: Method) -> Callable[..., PyTree]:
+def _as_method(model: nn.Module, method: Method) -> Callable[..., PyTree]:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
     name = method or "__call__"
     if not isinstance(name, str):
         return _in_call(getattr(name, "__func__", name))
+    methods = vars(type(model))
+    if name in methods and "_fp8_rules" in methods:  # not a class that Qwix has made of it
+        return cast(Callable[..., PyTree], methods[name])
 
     def call(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(bound, name)(*args, **kwargs)  # perhaps a submodule, or not a method of Linen
