@@ -181,8 +181,9 @@ class Call(Interception):
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
-        options = {} if site.form is None else {"form": site.form}
-        op = OPS[site.op](recipe=site.recipe, **options, parent=scope_below(site.module.scope, site.name))
+        op = OPS[site.op](
+            recipe=site.recipe, **site.options, parent=scope_below(site.module.scope, site.name)
+        )
         object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
         return op._run
 

@@ -74,8 +74,8 @@ class Site(NamedTuple):
     """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
     recipe: Recipe | None = None
     """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
-    form: str | None = None
-    """The form of a conversion; None for an op without this option."""
+    options: dict[str, Any] = {}
+    """The options of its op beside the recipe."""
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
@@ -168,8 +168,8 @@ class Rules:
                     f"quantize_model(model, exclude={site.place!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            form = self.form if len(site.op.plans) > 1 else None
-            return site._replace(converts=True, recipe=outcome, form=form, reason=by, pattern=text)
+            options = {"form": self.form} if len(site.op.plans) > 1 else {}
+            return site._replace(converts=True, recipe=outcome, options=options, reason=by, pattern=text)
         return site._replace(reason="not included")
 
     def _why_not(self, site: Site, is_default: bool) -> str | None:

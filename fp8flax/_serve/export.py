@@ -317,9 +317,9 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
             "weight_block_size": [128, 128],
             "modules_to_not_convert": sorted(wide_layers),
         }
-    form: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    number: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if all(q.dtype == E2M1 for q in used):
-        form["num_bits"], kind = 4, "nvfp4-pack-quantized"
+        number["num_bits"], kind = 4, "nvfp4-pack-quantized"
         weights: dict[str, Any] = {"strategy": "tensor_group", "group_size": 16}
     elif any(q.dtype != E4M3 or q.block for q in used):
         return None
@@ -327,8 +327,8 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
         kind, weights = "float-quantized", {"strategy": "tensor" if rhs.has_one_scale else "channel"}
         if lhs is not None:
             per_input = {"strategy": "tensor" if lhs.has_one_scale else "token"}
-            inputs = {**form, **per_input, "dynamic": not isinstance(lhs, DelayedQuantizer)}
-    weights = {**form, **weights, "dynamic": False}
+            inputs = {**number, **per_input, "dynamic": not isinstance(lhs, DelayedQuantizer)}
+    weights = {**number, **weights, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.flax_internals import change_class
 from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
@@ -138,7 +139,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     stored = {op.kernel: op.dtype for op in ops if op.kernel is not None}
     for path, dtype in stored.items():
         kernel: Any = variables[path]
-        object.__setattr__(kernel, "__class__", Frozen)  # at all places that share it
+        change_class(kernel, Frozen)  # at all places that share it
         kernel.set_raw_value(codes[path])
         kernel.set_metadata(on_get_value=ReadStored(dtype, path))
     made = dict[tuple[Path, str], Frozen]()

@@ -79,9 +79,10 @@ def packed_kernel(plan: StoredContraction, kernel: jax.Array, scale: jax.Array |
     """Returns ``plan.stored(kernel, scale)``, also on a mesh with explicit axes."""
     sharding = jax.typeof(kernel).sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    quantizer = plan.recipe.of_role("kernel")[0].stored
+    quantizer, _ = plan.recipe.of_role("kernel")
+    assert quantizer is not None
     of_tensor = replicated if quantizer.dtype == E2M1 else None
-    out_sharding = QTensor(sharding, replicated, quantizer, tensor_scale=of_tensor)
+    out_sharding = QTensor(sharding, replicated, quantizer.stored, tensor_scale=of_tensor)
     return on_automatic_axes(plan.stored, kernel, out_sharding)(kernel, scale)
 
 

@@ -59,7 +59,7 @@ def _alike(f: Callable[..., PyTree], in_parts: bool, trees: list[PyTree]) -> lis
 
 
 def _rows(trees: Sequence[PyTree]) -> jax.Array:
-    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, form a row."""
+    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, are a row."""
     return jnp.stack([lax.concatenate(leaves := jax.tree.leaves(x), leaves[0].ndim - 1) for x in trees])
 
 
