@@ -74,8 +74,8 @@ class Site(NamedTuple):
     """Whether the rules convert it. This field and those below are set by ``Rules.decide``."""
     recipe: Recipe | None = None
     """The recipe of a conversion; None for the recipe of ``autocast``, or the default."""
-    options: dict[str, Any] = {}
-    """The options of its op beside the recipe."""
+    options: tuple[tuple[str, str], ...] = ()
+    """The options of its op beside the recipe, with their values."""
     reason: str = ""
     pattern: str | None = None
     """The description of the rule that decided; None if none did."""
@@ -168,7 +168,7 @@ class Rules:
                     f"quantize_model(model, exclude={site.place!r})."
                 )
             by = f"by {text}" if site.is_matmul else f"by {text}: FP8 values, convolved in a wide dtype"
-            options = {"form": self.form} if len(site.op.plans) > 1 else {}
+            options = (("form", self.form),) if len(site.op.plans) > 1 else ()
             return site._replace(converts=True, recipe=outcome, options=options, reason=by, pattern=text)
         return site._replace(reason="not included")
 
