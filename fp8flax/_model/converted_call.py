@@ -182,7 +182,7 @@ class Call(Interception):
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
         op = OPS[site.op](
-            recipe=site.recipe, **site.options, parent=scope_below(site.module.scope, site.name)
+            recipe=site.recipe, **dict(site.options), parent=scope_below(site.module.scope, site.name)
         )
         object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
         return op._run

@@ -267,7 +267,7 @@ def _new_op(site: Site, rngs: nnx.Rngs | None) -> Fp8Op:
     """Returns the op of a contraction, with state that is stacked as its kernel is."""
     op_type = site.op
     num_kernels = site.shapes[1][:1] if op_type.is_stack else ()
-    op: Any = getattr(ops, op_type.name)(*num_kernels, recipe=site.recipe, **site.options)
+    op: Any = getattr(ops, op_type.name)(*num_kernels, recipe=site.recipe, **dict(site.options))
     op._make_state(site.stacked, rngs)
     op._reason, op.has_kernel = site.reason, site.kernel is not None
     return cast(Fp8Op, op)
