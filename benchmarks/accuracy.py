@@ -27,6 +27,7 @@ range.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -141,8 +142,8 @@ def recipe_text(recipe: Any) -> str:
     """Returns a recipe as it is written in code, without what is the default."""
     if recipe is None:
         return "without FP8"
-    defaults = vars(type(recipe)())
-    changed = {field: value for field, value in vars(recipe).items() if value != defaults[field]}
+    changed = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    changed = {name: value for name, value in changed.items() if value != getattr(type(recipe)(), name)}
     options = (f"{k}={v!r}" if isinstance(v, str | bool) else f"{k}={v}" for k, v in changed.items())
     return f"{type(recipe).__name__}({', '.join(options)})"
 

@@ -146,13 +146,16 @@ def push_amax(
     has just recorded does not stay in the history.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
-    # and the entry at index 0 moves to the end.
+    # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,
+    # because XLA fuses them with the operations around them.
     shape = amax_history.shape
+    position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
     newest = jnp.where(lax.is_finite(newest), newest, 0.0)
-    rolled = lax.concatenate([amax_history[..., 1:], newest], len(shape) - 1)
-    is_newest = lax.broadcasted_iota(np.int32, shape, len(shape) - 1) == 0
-    return jnp.where(is_newest, amax.reshape(*shape[:-1], 1), rolled)
+    padding = [*((0, 0, 0) for _ in shape[1:]), (-1, 1, 0)]
+    rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), padding)
+    rolled = jnp.where(position == shape[-1] - 1, newest, rolled)
+    return jnp.where(position == 0, amax.reshape(*shape[:-1], 1), rolled)
 
 
 def apply_scales(

@@ -20,7 +20,7 @@ from fp8flax import assert_fp8, audit
 from fp8flax._audit import compiling
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.gemms import path_of, role_of, with_reason
-from fp8flax._core.gemm import gemm as cublaslt
+from fp8flax._core.gemm import cublaslt
 from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, dense_step, struct
 

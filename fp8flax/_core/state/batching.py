@@ -27,7 +27,10 @@ def each_alike(f: Callable[..., PyTree], *args: Sequence[PyTree], in_parts: bool
     groups: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
     for i, each in enumerate(zip(*args)):
         leaves, treedef = jax.tree.flatten(each)
-        shardings = [None if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
+        shardings = [
+            x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
+            for x in leaves
+        ]
         groups[treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, PyTree] = {}
     for members in groups.values():

@@ -187,8 +187,8 @@ def calibrated(recipe, x, w, g):
 def check_three_gemms(recipe, form="direct"):
     @jax.jit
     def run(states, x, w, g):
-        dot = partial(fp8_dot_general, dimension_numbers=MATMUL, states=states, recipe=recipe, form=form)
-        out, vjp = jax.vjp(dot, x, w)
+        options = {"states": states, "recipe": recipe, "form": form}
+        out, vjp = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATMUL, **options), x, w)
         return out, *vjp(g)
 
     for magnitudes in MAGNITUDES:
