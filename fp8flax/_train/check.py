@@ -15,7 +15,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
-from fp8flax._core.state.tree import StateTree
+from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
 
 _WHAT_TO_CALL = (
@@ -35,7 +35,10 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
     the old history. NaN is written if values are not known, as under ``jax.jit``.
     """
-    shapes, new_shapes = (jax.tree.map(np.shape, tree) for tree in (old, new))
+    shapes, new_shapes = (
+        [(path_str(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (old, new)
+    )
     if shapes != new_shapes:
         raise ValueError(
             "The gradient of the scaling state has another structure than the state, or other shapes: "
