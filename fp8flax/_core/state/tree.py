@@ -23,7 +23,14 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE, STATE_LEAF_NAMES
-from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, on_device, with_metas
+from fp8flax._core.state.state import (
+    ScalingState,
+    check_state_dtype,
+    next_states,
+    on_device,
+    warn_if_constant_of_loop,
+    with_metas,
+)
 from fp8flax._core.types import PyTree
 
 # Finding the state in a tree.
@@ -177,6 +184,8 @@ def enter(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     state is cast back, and enters again without a derivative.
     """
     found = StateTree.of(tree)
+    if found.pairs:
+        warn_if_constant_of_loop(found.leaves[found.pairs[0][0]], stacklevel=3)
     found = dataclasses.replace(found, leaves=list(map(from_max_dtype, found.leaves)))
     states = [ScalingState(*map(lax.stop_gradient, state)) for state in found.states()]
 
