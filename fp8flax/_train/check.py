@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._compat.sums import is_sum
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
@@ -33,7 +34,8 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
     Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
-    the old history. NaN is written if values are not known, as under ``jax.jit``.
+    the old history. NaN is written if values are not known, as under ``jax.jit``. There it is also written
+    for a sum of states, which may have such values after a division.
     """
     shapes, new_shapes = (
         [(path_str(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -46,7 +48,10 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
         )
     found = StateTree.of(new)
     olds, news = found.states(jax.tree.leaves(old)), found.states()
-    fits_of_all = each_alike(_can_follow, olds, news)
+    fits_of_all = [
+        jnp.zeros_like(fits) if any(is_sum(found.leaves[i]) for i in pair) else fits
+        for pair, fits in zip(found.pairs, each_alike(_can_follow, olds, news))
+    ]
     wrong = [
         path
         for path, fits in zip(found.histories(), fits_of_all)

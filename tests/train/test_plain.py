@@ -1,7 +1,6 @@
 """FP8 without Flax: functions whose state is an argument, in trees of every kind, beside the Linen ops."""
 
 import dataclasses
-import re
 import warnings
 from functools import partial
 
@@ -16,9 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from tests import ROOT
 from tests.cases import MATMUL, OWG, RECIPES, assert_same_bits, assert_trees_equal, mesh, normal
-from tests.pages import examples_of, run
 
 DELAYED = RECIPES["delayed"]
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -444,6 +441,70 @@ def test_a_sum_that_is_divided_by_tokens_is_not_the_next_state(gradient, steps):
         fp8.check_state(after)
 
 
+def mean_of_carry(gradient, model):
+    """Older MaxText: as ``maxtext``, and the mean over microbatches, which has the values of a state."""
+
+    def body(carry, x):
+        params, total = carry
+        return (params, jax.tree.map(jnp.add, total, gradient(params, x))), None
+
+    (_, total), _ = lax.scan(body, (model, zeros(model)), BATCHES)
+    return jax.tree.map(lambda g: g / len(BATCHES), total)
+
+
+def mean_of_calls(gradient, model):
+    grads = [gradient(model, x) for x in BATCHES]
+    return jax.tree.map(lambda *g: 0.25 * sum(g[1:], start=g[0]), *grads)
+
+
+def mean_in_while(gradient, model):
+    def body(carry):
+        i, params, total = carry
+        return i + 1, params, jax.jit(partial(jax.tree.map, jnp.add))(total, gradient(params, BATCHES[i]))
+
+    total = lax.while_loop(lambda carry: carry[0] < 4, body, (0, model, zeros(model)))[-1]
+    return jax.tree.map(lambda g: 0.25 * g, total)
+
+
+@GRADIENTS
+@pytest.mark.parametrize("form", [mean_of_carry, mean_of_calls, mean_in_while])
+def test_a_mean_of_states_is_seen_under_jit(form, gradient):
+    """Without the check it passes: past amaxes and the scale are those of each microbatch."""
+    layer = Linear.of(0, 8, 8)
+    layer.fp8 = fp8.grad(one_call)(layer, X).fp8
+    state, params = fp8.split_state(layer)
+
+    @jax.jit
+    def step(state, params):
+        averaged = fp8.split_state(form(gradient(one_call), fp8.merge_state(state, params)))[0]
+        return averaged, fp8.merge_state(averaged, params, before=state)
+
+    averaged, after = step(state, params)
+    fp8.check_state(averaged, before=state)
+    assert jnp.isnan(one_call(after, X))
+    with pytest.raises(ValueError, match="fp8/input_amax_history.*the scale is NaN"):
+        fp8.check_state(after)
+
+
+def test_one_microbatch_is_no_sum():
+    layer = Linear.of(0, 8, 8)
+    state, params = fp8.split_state(layer)
+
+    @jax.jit
+    def step(state, params):
+        model = fp8.merge_state(state, params)
+
+        def body(carry, x):
+            model, total = carry
+            return (model, jax.tree.map(jnp.add, total, fp8.grad(one_call)(model, x))), None
+
+        (_, total), _ = lax.scan(body, (model, zeros(model)), X[None])
+        total = jax.tree.map(lambda g: g / (params.w[0, 0] * 0 + 1), total)
+        return fp8.merge_state(fp8.split_state(total)[0], params, before=state)
+
+    assert_trees_equal(step(state, params).fp8, jax.jit(fp8.grad(one_call))(layer, X).fp8)
+
+
 def test_loops_that_are_right_do_not_warn():
     """Steps of training in a scan, inference in a scan, gradients of a scan, and our accumulation."""
     layer = Linear.of(0, 8, 8)
@@ -468,10 +529,3 @@ def test_loops_that_are_right_do_not_warn():
     for name, expected in of_inputs.items():
         assert_same_bits(accumulated.fp8[name], expected)
         assert_same_bits(jax.jit(fp8.grad(of_scan))(layer).fp8[name], expected)
-
-
-@pytest.mark.long
-def test_the_page():
-    """The code of docs/plain_jax.md runs."""
-    for section in re.split(r"(?m)^## ", (ROOT / "docs" / "plain_jax.md").read_text())[:1]:
-        run(examples_of(section), "docs/plain_jax.md")
