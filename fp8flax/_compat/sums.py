@@ -33,9 +33,10 @@ def _is_sum(x: Any, made_by: _MadeBy) -> bool:
     if eqn.primitive.name in _KEEPS_SUMS:  # a factor is a scalar that was broadcast
         return any(_is_sum(y, made_by) for y in eqn.invars if y.aval.shape == x.aval.shape)
     program = eqn.params.get("jaxpr", eqn.params.get("body_jaxpr"))
-    if program is None or eqn.params.get("length") == 1:  # a sum over one pass is its summand
-        return False
     program = getattr(program, "jaxpr", program)
+    has_same_results = program is not None and len(program.outvars) == len(eqn.outvars)
+    if not has_same_results or eqn.params.get("length") == 1:  # a sum over one pass is its summand
+        return False
     made = {y: (each, i) for each in program.eqns for i, y in enumerate(each.outvars)}
     return _is_sum(program.outvars[place], lambda y: None if isinstance(y, Literal) else made.get(y))
 

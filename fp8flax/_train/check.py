@@ -24,7 +24,8 @@ _WHAT_TO_CALL = (
     "the loss with fp8flax.DynamicScale, average over devices with fp8flax.pmean_gradients and over "
     "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. (NNX: "
     "fp8flax.nnx.) In your own arithmetic change only the gradients of the parameters: grads['params'] in "
-    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX."
+    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX, "
+    "fp8flax.split_state(grads)[1] without Flax."
 )
 
 
@@ -142,11 +143,12 @@ def check_state(variables: PyTree, before: PyTree = None) -> None:
       a young run, while the older half of the history is empty
 
     It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
-    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element.
+    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element. (Under
+    ``jax.jit``, ``apply_gradients`` and ``merge_state`` see a mean that the same program computes.)
 
     Args:
-        variables: an NNX module, or a tree that holds the collection ``_overwrite_with_gradient``, such as
-            ``TrainState.params``, or the collection itself.
+        variables: an NNX module, or a tree that holds scaling state, such as ``TrainState.params``, the
+            collection ``_overwrite_with_gradient``, or a model with states of ``init_state``.
         before: the same exactly one step earlier, for an NNX module its ``nnx.clone``.
 
     Raises:

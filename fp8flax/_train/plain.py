@@ -65,20 +65,15 @@ class _RaggedDot(_Call):
 
 
 def init_state(recipe: Recipe | None = None, num_experts: int | None = None) -> dict[str, jax.Array]:
-    """Returns the scaling state of one contraction before its first step, float32 arrays.
+    """Returns the scaling state of one layer before its first step, to be kept beside its parameters.
 
-    Keep one state for each layer in the tree that you differentiate, beside the parameters. A layer that
-    runs several times, such as one with tied weights, has one state.
+    The state is a dict of float32 arrays: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
+    ``{…}_amax_history`` of shape ``(amax_history_len,)``. It is empty for recipes without delayed scaling,
+    and under ``autocast(enabled=False)``.
 
     Args:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        num_experts: for ``ragged_dot`` the number of experts, whose kernels have a state each.
-
-    Returns:
-        A dict with ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
-        ``(amax_history_len,)``, with ``(num_experts,)`` before the shapes of an experts' kernel. It is
-        empty for recipes without delayed scaling, and under ``autocast(enabled=False)``.
+        recipe: how tensors are scaled. None takes that of ``fp8flax.autocast``, or ``DelayedScaling()``.
+        num_experts: for ``ragged_dot``, the leading dimension of the arrays of the kernels.
 
     Example:
         >>> import fp8flax as fp8
@@ -110,16 +105,12 @@ def dot_general(
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8 as ``Fp8DotGeneralOp`` does; a pure function for code without Flax.
 
-    The gradient with respect to ``state`` is the next state. Take it by ``fp8flax.value_and_grad``.
+    The gradient with respect to ``state`` is the next state. Take it by ``fp8flax.value_and_grad``. The
+    arguments that are not below are those of ``Fp8DotGeneralOp``.
 
     Args:
-        lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-        dimension_numbers, precision, preferred_element_type, out_sharding: as in ``lax.dot_general``; see
-            ``Fp8DotGeneralOp``.
-        state: the scaling state of this layer, see ``init_state``; None for recipes without state.
-        recipe: as in ``init_state``. Under ``autocast(enabled=False)`` the result is that of
-            ``lax.dot_general``.
+        state: the scaling state of this layer, from ``init_state``; None for recipes without state.
+        recipe: as in ``init_state``.
         key: a random key for recipes with stochastic rounding (NVFP4), another one for each step and layer.
 
     Raises:
