@@ -10,6 +10,14 @@ from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedO
 from fp8flax._linen.ops import Fp8DotGeneralOp as Fp8DotGeneralOp
 from fp8flax._linen.ops import Fp8RaggedDotOp as Fp8RaggedDotOp
 
+# The same for code without Flax: functions, and their state in any tree.
+from fp8flax._train.plain import dot_general as dot_general
+from fp8flax._train.plain import einsum as einsum
+from fp8flax._train.plain import init_state as init_state
+from fp8flax._train.plain import merge_state as merge_state
+from fp8flax._train.plain import ragged_dot as ragged_dot
+from fp8flax._train.plain import split_state as split_state
+
 # Recipes: how tensors are scaled.
 from fp8flax._core.recipes import DelayedScaling as DelayedScaling
 from fp8flax._core.recipes import Float8BlockScaling as Float8BlockScaling

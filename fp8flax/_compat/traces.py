@@ -123,3 +123,15 @@ def running_in(trace: Trace) -> Iterator[None]:
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """Returns a context without a ``FrontTrace``."""
     return running_in(trace_behind())
+
+
+def is_constant_of_loop(x: Any) -> bool:
+    """Returns whether JAX traces the body of a loop now, and ``x`` comes from outside of the loop."""
+    trace: Any = core.trace_ctx.trace
+    while not hasattr(trace, "frame") and getattr(trace, "parent_trace", None):  # of a derivative
+        trace = trace.parent_trace
+    while hasattr(x, "primal"):
+        x = x.primal
+    debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    is_in_body = getattr(debug_info, "traced_for", None) in ("scan", "fori_loop", "while_body")
+    return is_in_body and getattr(x, "_trace", None) is not trace

@@ -186,8 +186,8 @@ def random_bits(key: Given, x: jax.Array) -> UInt8[jax.Array, "*dims"]:
             "Stochastic rounding, by which NVFP4BlockScaling quantizes gradients, needs a random key named "
             "'fp8', and there is none. In Linen pass model.apply(variables, x, rngs={'fp8': key}), with a "
             "new key at each step, and name it in split_rngs={'fp8': True} of nn.scan and nn.vmap. In NNX "
-            "give rngs=nnx.Rngs(fp8=0) to the op or to quantize_model, under the recipe of the calls. Or "
-            "set disable_stochastic_rounding=True."
+            "give rngs=nnx.Rngs(fp8=0) to the op or to quantize_model, under the recipe of the calls. Give "
+            "fp8flax.dot_general key=. Or set disable_stochastic_rounding=True."
         )
     for axis in sorted(manual_axes(x)):
         key = jax.random.fold_in(key, lax.axis_index(axis))

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._compat.sums import is_sum
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state
-from fp8flax._core.state.tree import StateTree
+from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
 
 _WHAT_TO_CALL = (
@@ -23,7 +24,8 @@ _WHAT_TO_CALL = (
     "the loss with fp8flax.DynamicScale, average over devices with fp8flax.pmean_gradients and over "
     "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. (NNX: "
     "fp8flax.nnx.) In your own arithmetic change only the gradients of the parameters: grads['params'] in "
-    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX."
+    "Linen, nnx.split_state(grads, fp8flax.nnx.OverwriteWithGradient, ...)[1] in NNX, "
+    "fp8flax.split_state(grads)[1] without Flax."
 )
 
 
@@ -33,9 +35,13 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
     Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
-    the old history. NaN is written if values are not known, as under ``jax.jit``.
+    the old history. NaN is written if values are not known, as under ``jax.jit``. There it is also written
+    for a sum of states, which may have such values after a division.
     """
-    shapes, new_shapes = (jax.tree.map(np.shape, tree) for tree in (old, new))
+    shapes, new_shapes = (
+        [(path_str(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (old, new)
+    )
     if shapes != new_shapes:
         raise ValueError(
             "The gradient of the scaling state has another structure than the state, or other shapes: "
@@ -43,7 +49,10 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
         )
     found = StateTree.of(new)
     olds, news = found.states(jax.tree.leaves(old)), found.states()
-    fits_of_all = each_alike(_can_follow, olds, news)
+    fits_of_all = [
+        jnp.zeros_like(fits) if any(is_sum(found.leaves[i]) for i in pair) else fits
+        for pair, fits in zip(found.pairs, each_alike(_can_follow, olds, news))
+    ]
     wrong = [
         path
         for path, fits in zip(found.histories(), fits_of_all)
@@ -134,11 +143,12 @@ def check_state(variables: PyTree, before: PyTree = None) -> None:
       a young run, while the older half of the history is empty
 
     It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
-    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element.
+    maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element. (Under
+    ``jax.jit``, ``apply_gradients`` and ``merge_state`` see a mean that the same program computes.)
 
     Args:
-        variables: an NNX module, or a tree that holds the collection ``_overwrite_with_gradient``, such as
-            ``TrainState.params``, or the collection itself.
+        variables: an NNX module, or a tree that holds scaling state, such as ``TrainState.params``, the
+            collection ``_overwrite_with_gradient``, or a model with states of ``init_state``.
         before: the same exactly one step earlier, for an NNX module its ``nnx.clone``.
 
     Raises:

@@ -30,7 +30,8 @@ def value_and_grad(
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
-    itself. Integers beside the state get no gradient (``float0``).
+    itself, or be any tree with states of ``init_state``. Integers beside the state get no gradient
+    (``float0``).
 
     The gradient of the scaling state is its next value: the state of one call on all the data, however
     often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
@@ -39,6 +40,10 @@ def value_and_grad(
 
     Raises:
         TypeError: (when called) scaling state is not float32.
+
+    Warns:
+        UserWarning: (when called) in the body of ``lax.scan``, or of another loop, whose carry does not
+            have the state. Then nothing merges the states of the passes; see ``accumulate_gradients``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -27,7 +27,12 @@ from fp8flax._core.ops.modes import observed
 from fp8flax._core.options import check_choice
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales
+from fp8flax._core.state.state import (
+    ScalingState,
+    check_state_dtype,
+    step_scales,
+    warn_if_constant_of_loop,
+)
 
 Form: TypeAlias = Literal["direct", "qdq"]
 """How an FP8 matmul is written: GEMMs of codes, or GEMMs of wide operands between quantize-dequantize."""
@@ -161,6 +166,8 @@ def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
             UserWarning,
             stacklevel=2,
         )
+    if not (scale or kernel):
+        warn_if_constant_of_loop(primals[2], stacklevel=2)
     return primals[0], tangents[0]
 
 

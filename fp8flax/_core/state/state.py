@@ -16,6 +16,7 @@ the "gradient" of a state is always its ``next_state``.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ from fp8flax._compat.max_dtype import (
     to_floats,
     unpack_meta,
 )
+from fp8flax._compat.traces import is_constant_of_loop
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantize import on_cotangent
@@ -67,6 +69,20 @@ def check_state_dtype(where: str, x: object) -> None:
         raise TypeError(
             f"The scaling state {where} must be float32; got {got}. Cast the parameters alone, or cast "
             "this leaf back with .astype(jnp.float32)."
+        )
+
+
+def warn_if_constant_of_loop(scale: object, stacklevel: int) -> None:
+    """Warns if a gradient is taken in the body of a loop of JAX that does not carry the scaling state."""
+    if is_constant_of_loop(scale):
+        warnings.warn(
+            "A gradient in the body of lax.scan, or of another loop, gives the next FP8 scaling state, and "
+            "the loop does not carry the state: each pass starts from the same one. The sum, the mean or "
+            "the last of these next states is not the state after the loop. For microbatches call "
+            "fp8flax.accumulate_gradients, or add up gradients of parameters alone and take the maximum of "
+            "the states (fp8flax.split_state). For steps of training, carry the state in the loop.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -22,8 +22,15 @@ from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef, keystr
 
 from fp8flax._compat.max_dtype import from_max_dtype
-from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE
-from fp8flax._core.state.state import ScalingState, check_state_dtype, next_states, on_device, with_metas
+from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE, STATE_LEAF_NAMES
+from fp8flax._core.state.state import (
+    ScalingState,
+    check_state_dtype,
+    next_states,
+    on_device,
+    warn_if_constant_of_loop,
+    with_metas,
+)
 from fp8flax._core.types import PyTree
 
 # Finding the state in a tree.
@@ -50,20 +57,22 @@ def _find_pairs(paths: Sequence[KeyPath]) -> list[tuple[int, int]]:
     """Returns the position of each scale, with the position of the amax history beside it.
 
     They are found by their names, such as ``input_scale`` and ``input_amax_history``, because a user may
-    pass the inside of the collection ``_overwrite_with_gradient`` alone. Parameters are no state.
+    pass the inside of the collection ``_overwrite_with_gradient`` alone. Among parameters only
+    the names of our ops count.
     """
     index = {}
     for i, path in enumerate(map(_of_variable, paths)):
         index[path[:-1], keystr(path[-1:], simple=True)] = i
     pairs = [
-        (i, index.get((parent, name.removesuffix(SCALE) + AMAX_HISTORY)), path_names(parent))
+        (i, index.get((parent, name.removesuffix(SCALE) + AMAX_HISTORY)), (*path_names(parent), name))
         for (parent, name), i in index.items()
         if name.endswith(SCALE)
     ]
     return [
         (i, j)
         for i, j, names in pairs
-        if j is not None and (PARAMS not in names or OVERWRITE_WITH_GRADIENT in names)
+        if j is not None
+        and (PARAMS not in names or names[-1] in STATE_LEAF_NAMES or OVERWRITE_WITH_GRADIENT in names)
     ]
 
 
@@ -175,6 +184,8 @@ def enter(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     state is cast back, and enters again without a derivative.
     """
     found = StateTree.of(tree)
+    if found.pairs:
+        warn_if_constant_of_loop(found.leaves[found.pairs[0][0]], stacklevel=3)
     found = dataclasses.replace(found, leaves=list(map(from_max_dtype, found.leaves)))
     states = [ScalingState(*map(lax.stop_gradient, state)) for state in found.states()]
 
