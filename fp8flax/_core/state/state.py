@@ -78,9 +78,9 @@ def warn_if_constant_of_loop(scale: object, stacklevel: int) -> None:
         warnings.warn(
             "A gradient in the body of lax.scan, or of another loop, gives the next FP8 scaling state, and "
             "the loop does not carry the state: each pass starts from the same one. The sum, the mean or "
-            "the last of these next states is not the state after the loop. For microbatches call "
-            "fp8flax.accumulate_gradients, or add up gradients of parameters alone and take the maximum of "
-            "the states (fp8flax.split_state). For steps of training, carry the state in the loop.",
+            "the last of these next states is not the state after the loop; only their maximum is. For "
+            "microbatches call fp8flax.accumulate_gradients. For steps of training, carry the state in the "
+            "loop.",
             UserWarning,
             stacklevel=stacklevel + 1,
         )
