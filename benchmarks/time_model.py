@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +33,7 @@ from fp8flax._audit.times import Rates
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")
 MEASURED = common.RESULTS / "gpu.json"
 NOT_FITTED = "fp8flax-triton"
-AS_MEASURED = {
+AS_MEASURED: dict[tuple[str, str], Any] = {
     ("llama", "axiswise"): {
         "num_launches": 304,
         "other_bytes": 40_731_246_716,
