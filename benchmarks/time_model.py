@@ -8,6 +8,9 @@ error = predicted / measured - 1, with the numbers in fp8flax/_audit/times.py. l
 numbers that were fitted without this program. The fit minimizes the sum of the fourth powers of
 log(predicted / measured). It leaves out fp8flax-triton, where XLA chooses GPU kernels by measuring: the
 program has 19 launches and Triton's GEMMs as compiled here; on the H200 it had 31, and cublasLt's.
+
+Axiswise programs have moved fewer bytes since the H200 ran them. They count with the bytes and launches of
+that time, which commit 12f752c0 compiles.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +33,19 @@ from fp8flax._audit.times import Rates
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")
 MEASURED = common.RESULTS / "gpu.json"
 NOT_FITTED = "fp8flax-triton"
+AS_MEASURED: dict[tuple[str, str], Any] = {
+    ("llama", "axiswise"): {
+        "num_launches": 304,
+        "other_bytes": 40_731_246_716,
+        "code_bytes": 15_605_530_656,
+    },
+    ("dense/8192x4096x4096", "fp8flax-axiswise"): {
+        "num_launches": 25,
+        "other_bytes": 1_177_255_936,
+        "code_bytes": 604_651_520,
+    },
+}
+"""What the audit read of programs that have changed since the H200 ran them. Their GEMMs are the same."""
 NAMES = [field.name for field in dataclasses.fields(Rates)]
 
 
@@ -42,9 +59,10 @@ def programs_of(entry: str) -> gpu.Programs:
 
 
 def audit(entry: str, name: str) -> fp8.AuditReport:
-    """Compiles a program for an H200."""
+    """Compiles a program for an H200; returns the audit of the program that the H200 ran."""
     program = programs_of(entry)[name]()
-    return fp8.audit(program.function, jax.eval_shape(program.carry), target="h200")
+    report = fp8.audit(program.function, jax.eval_shape(program.carry), target="h200")
+    return dataclasses.replace(report, **AS_MEASURED.get((entry, name), {}))
 
 
 def cases() -> dict[tuple[str, str], tuple[fp8.AuditReport, float]]:

@@ -107,13 +107,20 @@ class CurrentQuantizer(Quantizer):
         return self.granularity == "tensorwise"
 
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
+        return self.with_scale(x, self.scale_of(x, dims))
+
+    def scale_of(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """Returns the scale of an operand of one GEMM, or its scales."""
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
             axes = tuple(range(dims.num_batch, x.ndim)) if dims.is_stack else None
         amax = finite_amax(x, axes)
         if self.amax_epsilon:
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
-        scale = amax_to_scale(amax, fp8_max(self.dtype), self.rounding)
+        return amax_to_scale(amax, fp8_max(self.dtype), self.rounding)
+
+    def with_scale(self, x: jax.Array, scale: jax.Array) -> QTensor:
+        """Returns the tensor with scales from ``scale_of``."""
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 

@@ -45,7 +45,7 @@ from fp8flax._core.names import (
 from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor, Quantizer
 from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -264,6 +264,16 @@ def quantized_twice(
     is_gradient = role == "output_grad"
     first, second = quantize_for_both(quantizers, dims, x, scale, keys, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
+    if own_quantizers(*quantizers):
+        if role == "kernel":
+            # The forward GEMM waits for the second codes. XLA would make them beside AdamW, which
+            # overwrites the kernel, and would copy the kernel.
+            assert isinstance(first, QTensor)
+            assert isinstance(second, QTensor)
+            codes, scale = lax.optimization_barrier((second.codes, first.scale))
+            first = dataclasses.replace(first, scale=scale)
+            second = dataclasses.replace(second, codes=codes)
+        return first, second, amax
     if role == "kernel" or are_cast_at_once(*quantizers):
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
@@ -313,6 +323,26 @@ def are_cast_at_once(one: Quantizer | None, other: Quantizer | None) -> bool:
     return isinstance(one, BlockQuantizer) and one == other
 
 
+Currents: TypeAlias = tuple[CurrentQuantizer, CurrentQuantizer]
+"""The quantizers of a tensor that is cast for each of its GEMMs by scales of its own."""
+
+
+def own_quantizers(one: Quantizer | None, other: Quantizer | None) -> Currents | None:
+    """Returns both quantizers if current scaling casts a tensor for each GEMM by scales of its own."""
+    if not (isinstance(one, CurrentQuantizer) and isinstance(other, CurrentQuantizer)):
+        return None
+    return None if one == other and one.serves_both else (one, other)
+
+
+def _with_own_scales(quantizers: Currents, dims: Sequence[Dims], x: jax.Array) -> tuple[QTensor, QTensor]:
+    """Returns a tensor quantized for both GEMMs by current scaling."""
+    # If both scales are there before the first cast, XLA makes both codes, one of them transposed, in one
+    # pass over the tensor.
+    scales = lax.optimization_barrier([q.scale_of(x, of_gemm) for q, of_gemm in zip(quantizers, dims)])
+    first, second = (q.with_scale(x, scale) for q, scale in zip(quantizers, scales))
+    return first, second
+
+
 def quantize_for_both(
     quantizers: tuple[Quantizer | None, Quantizer | None],
     dims: Sequence[Dims],
@@ -331,6 +361,9 @@ def quantize_for_both(
         return no_derivative(partial(quantize_in_blocks, Cast(one, tuple(dims), is_gradient)))(x)
     if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
         x = inf_to_nan(x)
+
+    if own := own_quantizers(one, other):
+        return no_derivative(partial(_with_own_scales, own, dims))(x)
 
     def quantized(index: int) -> QTensor | jax.Array:
         quantizer, of_gemm = quantizers[index], dims[index]
