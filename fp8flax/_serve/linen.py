@@ -224,5 +224,7 @@ class ServingCall(stored_op.Reading, Call):
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        scales = {name: jnp.reshape(x, self._shapes[*served.path, name]) for name, x in found.items()}
+        # The scales of a model in training are no parameters; ``computed`` refuses its kernels.
+        shapes = {name: self._shapes.get((*served.path, name), np.shape(x)) for name, x in found.items()}
+        scales = {name: jnp.reshape(x, shapes[name]) for name, x in found.items()}
         return stored_op.computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)
