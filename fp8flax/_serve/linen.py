@@ -225,6 +225,9 @@ class ServingCall(stored_op.Reading, Call):
                 "Pass the variables that fp8flax.freeze returned."
             )
         # The scales of a model in training are no parameters; ``computed`` refuses its kernels.
-        shapes = {name: self._shapes.get((*served.path, name), np.shape(x)) for name, x in found.items()}
-        scales = {name: jnp.reshape(x, shapes[name]) for name, x in found.items()}
+        scales = {
+            name: jnp.reshape(x, self._shapes.get((*served.path, name), x.shape))
+            for name, x in found.items()
+            if x is not None
+        }
         return stored_op.computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)
