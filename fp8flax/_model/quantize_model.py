@@ -213,7 +213,12 @@ def _check_inputs(model: Any, inputs: Any, keyword_inputs: Any, given: set[str])
     """Raises ``TypeError`` if an NNX model does not take the inputs, or ``given`` options may be inputs."""
     signature = inspect.signature(type(model).__call__)
     by_position = signature.bind_partial(model, *inputs).arguments
-    for option in given & (signature.parameters.keys() - by_position):
+    # A required input by keyword has the name of an option, so it cannot be given, also not as None.
+    required = {
+        x.name for x in signature.parameters.values() if x.kind is x.KEYWORD_ONLY and x.default is x.empty
+    }
+    may_be_meant = given | (required & {"rngs", *(x.name for x in fields(Rules))})
+    for option in may_be_meant & (signature.parameters.keys() - by_position):
         raise TypeError(
             f"{option}= is an option of quantize_model, and {type(model).__name__} has an input {option}. "
             f"Pass the input by position, even if it is None: then {option}= is the option. ("

@@ -246,6 +246,13 @@ def test_inputs_of_an_nnx_model():
         assert fp8.report(model8, x, form="part", cache=cache).fp8_share == share
 
 
+class Sampled(nnx.Linear):
+    """Bonsai's vision transformer takes its random keys by keyword only."""
+
+    def __call__(self, x, *, rngs):
+        return super().__call__(x)
+
+
 def test_inputs_that_may_be_options():
     x, cache = normal(0, 4, 8), {"keys": normal(1, 4, 8)}
     for keywords, match in (
@@ -255,6 +262,8 @@ def test_inputs_that_may_be_options():
     ):
         with pytest.raises(TypeError, match=match):
             fp8.quantize_model(Cached(), x, cache=cache, **keywords)
+    with pytest.raises(TypeError, match="rngs= is an option .* by keyword only"):
+        fp8.quantize_model(Sampled(4, 8, rngs=nnx.Rngs(0)), x, rngs=None)
     random = {"recipe": fp8.NVFP4BlockScaling(), "rngs": nnx.Rngs(fp8=0)}
     assert fp8.quantize_model(Cached(), x, cache=cache, **random, **ALL).fp8_w.rngs is not None
 
