@@ -124,6 +124,16 @@ class Quantizer:
         """Returns the quantizer of a stored kernel: that of the same values, with a scale per row."""
         return self
 
+    def shares_pass(self, other: Quantizer | None) -> bool:
+        """Returns whether ``in_one_pass`` makes the codes of a tensor for this and another quantizer."""
+        return False
+
+    def in_one_pass(
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+    ) -> tuple[QTensor, QTensor]:
+        """Quantizes a tensor for both of its GEMMs in one pass, for the second one by ``other``."""
+        raise NotImplementedError
+
     def why_not_stored(self, depth: int) -> str | None:
         """Returns why a kernel that sums over ``depth`` values cannot be stored; None if it can be."""
         return None

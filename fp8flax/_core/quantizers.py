@@ -1,8 +1,10 @@
-"""The quantizers: each turns one operand of one GEMM into FP8 codes and scales, and back."""
+"""The quantizers: each turns an operand of a GEMM into FP8 codes and scales. A tensor has two GEMMs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
@@ -12,9 +14,13 @@ from jax import lax
 
 from fp8flax._core import nvfp4
 from fp8flax._core.formats import E2M1, OCP_DTYPES, fp8_max
+from fp8flax._core.gemm.dispatch import quantize_in_blocks
+from fp8flax._core.gemm.quantize_blocks import Cast
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.qtensor import Dims, Given, QTensor, Quantizer, join_blocks, split_blocks
 from fp8flax._core.quantize import (
+    inf_to_nan,
+    no_derivative,
     over_power_of_two,
     quantize,
     quotient,
@@ -107,9 +113,22 @@ class CurrentQuantizer(Quantizer):
         return self.granularity == "tensorwise"
 
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
-        return self.with_scale(x, self.scale_of(x, dims))
+        return self._with_scale(x, self._scale_of(x, dims))
 
-    def scale_of(self, x: jax.Array, dims: Dims) -> jax.Array:
+    def shares_pass(self, other: Quantizer | None) -> bool:
+        return isinstance(other, CurrentQuantizer) and not (self == other and self.serves_both)
+
+    def in_one_pass(
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+    ) -> tuple[QTensor, QTensor]:
+        x = inf_to_nan(x) if inf_is_nan else x
+        # If both scales are there before the first cast, XLA makes both codes, one of them transposed, in
+        # one pass over the tensor.
+        scales = self._scale_of(x, dims[0]), other._scale_of(x, dims[1])
+        first, second = lax.optimization_barrier(scales)
+        return self._with_scale(x, first), other._with_scale(x, second)
+
+    def _scale_of(self, x: jax.Array, dims: Dims) -> jax.Array:
         """Returns the scale of an operand of one GEMM, or its scales."""
         axes: tuple[int, ...] | None = dims.contract
         if self.has_one_scale:
@@ -119,8 +138,7 @@ class CurrentQuantizer(Quantizer):
             amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
         return amax_to_scale(amax, fp8_max(self.dtype), self.rounding)
 
-    def with_scale(self, x: jax.Array, scale: jax.Array) -> QTensor:
-        """Returns the tensor with scales from ``scale_of``."""
+    def _with_scale(self, x: jax.Array, scale: jax.Array) -> QTensor:
         return QTensor(quantize(x, self.dtype, scale), scale, self)
 
 
@@ -207,6 +225,14 @@ class BlockQuantizer(Quantizer):
         codes = join_blocks(saturated(values, self.dtype), x.shape, block)
         return QTensor(codes, lax.squeeze(scale, within), self, block)
 
+    def shares_pass(self, other: Quantizer | None) -> bool:
+        return self == other
+
+    def in_one_pass(
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+    ) -> tuple[QTensor, QTensor]:
+        return quantize_in_blocks(Cast(self, tuple(dims), inf_is_nan), x)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFP4Quantizer(Quantizer):
@@ -279,3 +305,32 @@ class NVFP4Quantizer(Quantizer):
         if depth % nvfp4.GROUP:
             return f"NVFP4 is stored in groups of {nvfp4.GROUP} values, and its matmul sums over {depth}"
         return None
+
+
+def quantize_for_both(
+    quantizers: tuple[Quantizer | None, Quantizer | None],
+    dims: Sequence[Dims],
+    x: jax.Array,
+    scale: Given = None,
+    keys: Sequence[Given] = (None, None),
+    *,
+    is_gradient: bool = False,
+) -> tuple[QTensor | jax.Array, QTensor | jax.Array]:
+    """Returns a tensor quantized for its two GEMMs: one object twice, if the same codes serve both.
+
+    ``quantizers``, ``dims`` and ``keys`` are those of each GEMM. Without a quantizer the tensor stays wide.
+    In a gradient an Inf becomes a NaN.
+    """
+    one, other = quantizers
+    if one is not None and one.shares_pass(other):
+        return no_derivative(partial(one.in_one_pass, other, dims, is_gradient))(x)
+    if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
+        x = inf_to_nan(x)
+
+    def quantized(index: int) -> QTensor | jax.Array:
+        quantizer, of_gemm = quantizers[index], dims[index]
+        run = lambda x, scale, key: quantizer.quantize(x, of_gemm, scale, key) if quantizer else x  # noqa: E731
+        return no_derivative(run)(x, scale, keys[index])
+
+    first = quantized(0)
+    return first, first if one == other and (one is None or one.serves_both) else quantized(1)

@@ -21,10 +21,10 @@ from fp8flax._core.formats import E2M1
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.types import PyTree
+from fp8flax._core.types import Path, PyTree
 from fp8flax._serve.checkpoints import BESIDE, DTYPES, E4M3, INDEX, SINGLE
 from fp8flax._serve.freeze import described, freeze
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path, ServedOp
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, ServedOp
 
 Rename = Mapping[str, str] | Callable[[str], str]
 

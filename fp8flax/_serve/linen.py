@@ -27,13 +27,13 @@ from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_variables
 from fp8flax._core.state.tree import path_names
-from fp8flax._core.types import PyTree
+from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged
 from fp8flax._model.linen import convert, trace_apply
 from fp8flax._model.rules import Rules
 from fp8flax._serve import stored_op
-from fp8flax._serve.stored_op import Arrays, Calls, Path, ServedOp, leaves_of
+from fp8flax._serve.stored_op import Arrays, Calls, ServedOp, leaves_of
 
 
 def is_frozen(model: nn.Module) -> bool:

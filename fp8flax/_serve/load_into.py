@@ -16,10 +16,11 @@ from fp8flax._core.formats import is_wide_float
 from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
+from fp8flax._core.types import Path
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor, paired
 from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of, unmerged
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, Path
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups
 
 Sources = dict[Path, tuple[Any, Groups]]
 """By the path of each variable, its tensor, and which dimensions of the variable are one in the tensor."""

@@ -31,13 +31,12 @@ from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
 from fp8flax._core.state.tree import StateTree, path_names
-from fp8flax._core.types import PyTree
+from fp8flax._core.types import Path, PyTree
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
 from fp8flax._model.param_origin import MOVEMENTS, Origin
 from fp8flax._train.check import warn_if_damaged
 
-Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword inputs of a call of each method to trace, by the method's name."""

@@ -18,7 +18,7 @@ from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.shapes import Float, Integer
-from fp8flax._core.state.tree import has_state, map_state
+from fp8flax._core.state.tree import map_state
 from fp8flax._core.types import OutSharding, PyTree
 from fp8flax._train.check import checked_next_state
 
@@ -212,8 +212,8 @@ def merge_state(state: PyTree, rest: PyTree, *, before: PyTree = None) -> PyTree
             next loss is NaN, and ``check_state`` names the layer.
 
     Raises:
-        ValueError: both parts, or ``before``, have leaves in other places than ``split_state`` leaves them;
-            or no step can make ``state`` of ``before``.
+        ValueError: both parts have a leaf in one place; the trees have different structures; or no step can
+            make ``state`` of ``before``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -224,11 +224,15 @@ def merge_state(state: PyTree, rest: PyTree, *, before: PyTree = None) -> PyTree
 
     Source: ``equinox.combine``, ``haliax.quantization.apply_updates``.
     """
-    if has_state(rest):
-        raise ValueError(
-            "The second argument of merge_state holds scaling state, which an optimizer must not see. "
-            "Pass the two parts of fp8flax.split_state, the state first."
-        )
     if before is not None:
         state = checked_next_state(before, state)
-    return jax.tree.map(lambda x, y: y if x is None else x, state, rest, is_leaf=lambda x: x is None)
+
+    def one_of(x: object, y: object) -> object:
+        if x is not None and y is not None:
+            raise ValueError(
+                "Both arguments of merge_state have a leaf in one place. Pass the two parts of "
+                "fp8flax.split_state, the state first, and not whole gradients or variables."
+            )
+        return y if x is None else x
+
+    return jax.tree.map(one_of, state, rest, is_leaf=lambda x: x is None)

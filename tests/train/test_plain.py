@@ -265,8 +265,9 @@ def test_an_optimizer_sees_parameters_alone():
     nothing, everything = fp8.split_state(MLP.of(RECIPES["mxfp8"]))
     assert jax.tree.leaves(nothing) == []
     assert len(jax.tree.leaves(fp8.merge_state(nothing, everything))) == 2
-    with pytest.raises(ValueError, match="second argument of merge_state holds scaling state"):
-        fp8.merge_state(state, model)
+    for whole in ((state, model), (model, params)):
+        with pytest.raises(ValueError, match="Both arguments of merge_state have a leaf in one place"):
+            fp8.merge_state(*whole)
 
 
 def test_a_state_that_no_step_can_make():

@@ -19,7 +19,7 @@ this step where a derivative would return the cotangent of the scale (see ``stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -29,9 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.gemm.dispatch import quantize_in_blocks
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.gemm.quantize_blocks import Cast
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -43,9 +41,8 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.ops.canonical import Layout
-from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor, Quantizer
-from fp8flax._core.quantize import inf_to_nan, no_derivative
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer
+from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor
+from fp8flax._core.quantizers import quantize_for_both
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
@@ -60,7 +57,6 @@ States = Mapping[str, ScalingState]
 """The scaling state of each tensor with delayed scaling, by role."""
 
 STATELESS: States = {}
-
 
 Operand: TypeAlias = QTensor | jax.Array
 """An operand of a product: quantized, or wide."""
@@ -259,22 +255,19 @@ def quantized_twice(
 ) -> tuple[Operand, Operand, Scales]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
-    quantizers, dims = plan.recipe.of_role(role), plan.dims[role]
+    (one, other), dims = plan.recipe.of_role(role), plan.dims[role]
     scale, keys = scales.get(role), [_key(plan, role, index) for index in (0, 1)]
     is_gradient = role == "output_grad"
-    first, second = quantize_for_both(quantizers, dims, x, scale, keys, is_gradient=is_gradient)
+    first, second = quantize_for_both((one, other), dims, x, scale, keys, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
-    if own_quantizers(*quantizers):
-        if role == "kernel":
-            # The forward GEMM waits for the second codes. XLA would make them beside AdamW, which
-            # overwrites the kernel, and would copy the kernel.
-            assert isinstance(first, QTensor)
-            assert isinstance(second, QTensor)
-            codes, scale = lax.optimization_barrier((second.codes, first.scale))
-            first = dataclasses.replace(first, scale=scale)
-            second = dataclasses.replace(second, codes=codes)
-        return first, second, amax
-    if role == "kernel" or are_cast_at_once(*quantizers):
+    is_one_pass = one is not None and one.shares_pass(other)
+    if is_one_pass and role == "kernel" and isinstance(first, QTensor) and not first.block:
+        assert isinstance(second, QTensor)
+        # The forward GEMM waits for the second codes. XLA would make them beside AdamW, which overwrites
+        # the kernel, and would copy the kernel.
+        codes, scale = lax.optimization_barrier((second.codes, first.scale))
+        first, second = dataclasses.replace(first, scale=scale), dataclasses.replace(second, codes=codes)
+    if is_one_pass or role == "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
         return first, second, amax
@@ -287,7 +280,7 @@ def quantized_twice(
     return made[0], made[-1], amax
 
 
-def _key(plan: Contraction, role: str, index: int) -> Any:
+def _key(plan: Contraction, role: str, index: int) -> Given:
     """Returns the random key of a tensor for its first (0) or second (1) product; None without a key."""
     quantizer = plan.recipe.of_role(role)[index]
     if plan.key is None or quantizer is None or not quantizer.stochastic_rounding:
@@ -316,59 +309,3 @@ def _operand(
         as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
         first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)
-
-
-def are_cast_at_once(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Returns whether one pass over a tensor makes its codes for both GEMMs, see ``quantize_in_blocks``."""
-    return isinstance(one, BlockQuantizer) and one == other
-
-
-Currents: TypeAlias = tuple[CurrentQuantizer, CurrentQuantizer]
-"""The quantizers of a tensor that is cast for each of its GEMMs by scales of its own."""
-
-
-def own_quantizers(one: Quantizer | None, other: Quantizer | None) -> Currents | None:
-    """Returns both quantizers if current scaling casts a tensor for each GEMM by scales of its own."""
-    if not (isinstance(one, CurrentQuantizer) and isinstance(other, CurrentQuantizer)):
-        return None
-    return None if one == other and one.serves_both else (one, other)
-
-
-def _with_own_scales(quantizers: Currents, dims: Sequence[Dims], x: jax.Array) -> tuple[QTensor, QTensor]:
-    """Returns a tensor quantized for both GEMMs by current scaling."""
-    # If both scales are there before the first cast, XLA makes both codes, one of them transposed, in one
-    # pass over the tensor.
-    scales = lax.optimization_barrier([q.scale_of(x, of_gemm) for q, of_gemm in zip(quantizers, dims)])
-    first, second = (q.with_scale(x, scale) for q, scale in zip(quantizers, scales))
-    return first, second
-
-
-def quantize_for_both(
-    quantizers: tuple[Quantizer | None, Quantizer | None],
-    dims: Sequence[Dims],
-    x: jax.Array,
-    scale: Given = None,
-    keys: Sequence[Given] = (None, None),
-    *,
-    is_gradient: bool = False,
-) -> tuple[QTensor | jax.Array, QTensor | jax.Array]:
-    """Returns a tensor quantized for its two GEMMs: one object twice, if the same codes serve both.
-
-    ``quantizers``, ``dims`` and ``keys`` are those of each GEMM. In a gradient an Inf becomes a NaN.
-    """
-    one, other = quantizers
-    if one is not None and are_cast_at_once(one, other):
-        return no_derivative(partial(quantize_in_blocks, Cast(one, tuple(dims), is_gradient)))(x)
-    if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
-        x = inf_to_nan(x)
-
-    if own := own_quantizers(one, other):
-        return no_derivative(partial(_with_own_scales, own, dims))(x)
-
-    def quantized(index: int) -> QTensor | jax.Array:
-        quantizer, of_gemm = quantizers[index], dims[index]
-        run = lambda x, scale, key: quantizer.quantize(x, of_gemm, scale, key) if quantizer else x  # noqa: E731
-        return no_derivative(run)(x, scale, keys[index])
-
-    first = quantized(0)
-    return first, first if one == other and (one is None or one.serves_both) else quantized(1)
