@@ -15,7 +15,7 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (some minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
-	@echo "make test          lint, format check, types, doctests, tests (4 to 7 minutes on 2 cores)"
+	@echo "make test          lint, format check, types, doctests, tests (3 to 7 minutes on 2 cores)"
 	@echo "make test ARGS='-k scan'  only the tests with scan in their name"
 	@echo "make test-long     the tests of whole models and programs; each takes 2 seconds or more (4 to 10 minutes)"
 	@echo "make test-all      all tests, also those that make test leaves out for their time"
