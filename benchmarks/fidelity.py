@@ -99,6 +99,12 @@ class Contender:
         return fp8.quantize_model(model, self.recipe, include=".*", exclude=self.exclude)
 
 
+def _without(gemm: str, side: str) -> fp8.Recipe:
+    """Returns delayed scaling, but that one operand of one GEMM is not cast to FP8."""
+    gemms = fp8.DelayedScaling().gemms
+    return dataclasses.replace(gemms, **{gemm: dataclasses.replace(getattr(gemms, gemm), **{side: None})})
+
+
 CONTENDERS = {
     "bf16": Contender(),
     "bf16-chance": Contender(perturbation=1e-3),
@@ -112,6 +118,21 @@ CONTENDERS = {
     "nvfp4-nearest": Contender(recipe=fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)),
     "nvfp4-then-bf16": Contender(recipe=fp8.NVFP4BlockScaling(), low_precision_until=0.8),
     "first-attention-wide": Contender(recipe=fp8.DelayedScaling(), exclude="block_0/attn"),
+    **{
+        f"wide-{gemm}-{operand}": Contender(recipe=_without(gemm, side))
+        for gemm, operands in (
+            ("forward", ("input", "kernel")),
+            ("dgrad", ("output-grad", "kernel")),
+            ("wgrad", ("input", "output-grad")),
+        )
+        for side, operand in zip(("lhs", "rhs"), operands, strict=True)
+    },
+    **{
+        f"wide-{layer}": Contender(recipe=fp8.DelayedScaling(), exclude=f"/{layer}$")
+        for layer in ("query", "key", "value", "out", "up", "down")
+    },
+    "wide-logits": Contender(recipe=fp8.DelayedScaling(), exclude="logits"),
+    **{f"wide-block-{i}": Contender(recipe=fp8.DelayedScaling(), exclude=f"block_{i}/") for i in (0, 2, 3)},
 }
 IN_FP8 = Contender(recipe=fp8.Float8CurrentScaling())
 
