@@ -1,10 +1,12 @@
 """FP8 matmuls written from the specification alone, in float32; nothing of fp8flax is used.
 
-Source: OCP 8-bit Floating Point Specification (OFP8), revision 1.0, section 5; current scaling per tensor.
+Sources: OCP 8-bit Floating Point Specification (OFP8), revision 1.0, section 5; current scaling per tensor.
+Sums as Hopper keeps them, with 13 bits after the leading one: DeepSeek-V3, arXiv:2412.19437, section 3.5.2.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -41,11 +43,32 @@ def quantized(x: jax.Array, fp8: Fp8) -> jax.Array:
     return rounded(x / scale, fp8) * scale
 
 
+def summed_in_bits(a: jax.Array, b: jax.Array, bits: int) -> jax.Array:
+    """Multiplies ``(m, k)`` by ``(k, n)`` and cuts the mantissa of the sum after each 32 products.
+
+    A tensor core also cuts each product before it adds it, which this leaves out.
+    """
+    mask = jnp.uint32(0xFFFFFFFF << (23 - bits) & 0xFFFFFFFF)
+    depth = -(-a.shape[1] // 32) * 32
+    a, b = jnp.pad(a, ((0, 0), (0, depth - a.shape[1]))), jnp.pad(b, ((0, depth - b.shape[0]), (0, 0)))
+    parts = a.reshape(len(a), -1, 32).swapaxes(0, 1), b.reshape(-1, 32, b.shape[1])
+
+    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        kept = lax.bitcast_convert_type(total + part[0] @ part[1], jnp.uint32) & mask
+        return lax.bitcast_convert_type(kept, jnp.float32), None
+
+    return lax.scan(add, jnp.zeros((len(a), b.shape[1]), jnp.float32), parts)[0]
+
+
 class EmulatedDotGeneral(nn.Module):
     """A ``dot_general_cls`` whose three GEMMs take FP8 operands: e4m3, and e5m2 for gradients.
 
-    Called as ``lax.dot_general`` is; the result has the dtype of the left operand.
+    Called as ``lax.dot_general`` is, by layers that contract the last dimensions of the input with the
+    first ones of the kernel; the result has the dtype of the left operand.
     """
+
+    bits_of_sums: int | None = None
+    """Bits of the mantissa of the sums of dgrad and wgrad, 13 in Hopper's tensor cores; None is all."""
 
     @nn.compact
     def __call__(
@@ -65,8 +88,16 @@ class EmulatedDotGeneral(nn.Module):
             return dot(*operands).astype(lhs.dtype), operands
 
         def backward(operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-            _, pull = jax.vjp(dot, *operands)
-            dlhs, drhs = pull(quantized(gradient, E5M2))
+            gradient = quantized(gradient, E5M2)
+            if (bits := self.bits_of_sums) is not None:
+                depth = math.prod(rhs.shape[: len(dimension_numbers[0][1])])
+                x, w = operands[0].reshape(-1, depth), operands[1].reshape(depth, -1)
+                g = gradient.reshape(len(x), -1)
+                dlhs = summed_in_bits(g, w.T, bits).reshape(lhs.shape)
+                drhs = summed_in_bits(x.T, g, bits).reshape(rhs.shape)
+            else:
+                _, pull = jax.vjp(dot, *operands)
+                dlhs, drhs = pull(gradient)
             return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype)
 
         product.defvjp(forward, backward)

@@ -112,6 +112,8 @@ CONTENDERS = {
     "flax-direct": Contender(op=flax_ops.Fp8DirectDotGeneralOp, is_flax=True),
     "flax-qdq": Contender(op=flax_ops.Fp8DotGeneralOp, is_flax=True),
     "emulated": Contender(op=EmulatedDotGeneral),
+    "emulated-13-bits": Contender(op=partial(EmulatedDotGeneral, bits_of_sums=13)),
+    "emulated-9-bits": Contender(op=partial(EmulatedDotGeneral, bits_of_sums=9)),
     "nvfp4": Contender(recipe=fp8.NVFP4BlockScaling()),
     "nvfp4-mlps": Contender(recipe=fp8.NVFP4BlockScaling(), exclude=("attn", "logits")),
     "nvfp4-not-rotated": Contender(recipe=fp8.NVFP4BlockScaling(disable_rht=True)),
