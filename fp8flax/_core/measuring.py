@@ -40,6 +40,8 @@ class Numbers(NamedTuple):
     """The largest scale. Scales of blocks that hold only zeros do not count, unless all blocks do so."""
     headroom: Number
     """The minimum, over all ``values``, of ``fp8_max * scale / abs(value)``. Below 1, a value saturates."""
+    fourth: Number
+    """Fourth root of the mean fourth power of the ``values``."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -81,20 +83,21 @@ def numbers_of(
 
     def root_mean_square(x: jax.Array) -> jax.Array:
         total = jnp.sum(jnp.where(is_value, jnp.square(x), number(0)))
-        return jnp.sqrt(total / jnp.maximum(count(is_value), np.uint32(1)).astype(number)) * unit
+        return jnp.sqrt(total / jnp.maximum(count(is_value), np.uint32(1)).astype(number))
 
     numbers = Numbers(
         values=count(is_value),
         underflowed=count(is_value & (q.codes.astype(np.float32) == 0)),
         # The factor allows for the rounding of float32 arithmetic.
         saturated=count(magnitude > largest * number(1 + 2.0**-20)),
-        signal=root_mean_square(value),
-        noise=root_mean_square(value - rounded),
+        signal=root_mean_square(value) * unit,
+        noise=root_mean_square(value - rounded) * unit,
         nonfinite=count(~finite),
         amax=amax,
         scale=jnp.where(jnp.any(is_value), largest_of_values, jnp.max(largest, initial=0))
         / number(largest_of_dtype),
         headroom=jnp.min(headroom, initial=np.inf),
+        fourth=jnp.sqrt(root_mean_square(jnp.square(value))) * unit,
     )
     return jnp.stack([number.astype(np.float32) for number in numbers])
 
@@ -104,6 +107,7 @@ def statistics_of(records: np.ndarray) -> dict[str, float]:
     each = Numbers(*np.asarray(records, np.float64).T)
     count = max(np.sum(each.values), 1)
     signal, noise = (np.sum(each.values * np.square(size)) for size in (each.signal, each.noise))
+    fourth = np.sum(each.values * each.fourth**4)
     found = {
         "underflow": np.sum(each.underflowed) / count,
         "saturation": np.sum(each.saturated) / count,
@@ -111,6 +115,7 @@ def statistics_of(records: np.ndarray) -> dict[str, float]:
         "headroom": np.min(each.headroom),
         "amax": np.max(each.amax),
         "scale": np.max(each.scale),
+        "kurtosis": count * fourth / signal**2 if signal else 0,
         "nonfinite": np.sum(each.nonfinite),
     }
     return {name: float(number) for name, number in found.items()}

@@ -38,7 +38,7 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
     """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
     The returned function runs ``fun`` forward and backward, apart from the training step. Call it outside
-    of ``jax.jit``. It returns seven numbers for each tensor:
+    of ``jax.jit``. It returns eight numbers for each tensor:
 
     * ``underflow``: share of the finite nonzero values whose code is zero, 0 to 1
     * ``saturation``: share of the finite nonzero values that were clipped at the largest FP8 value, 0 to 1
@@ -49,6 +49,8 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
     * ``amax``: the largest finite magnitude, or 0 if it is subnormal
     * ``scale``: the scale in use (``x ≈ q * scale``); the largest over the slices or blocks of a tensor
       that are not all zero
+    * ``kurtosis``: ``mean(x**4) / mean(x**2)**2`` of the finite nonzero values: 3 for Gaussian ones, up to
+      their number if one outlier holds all of the power; 0 for a tensor of zeros
     * ``nonfinite``: number of NaN and Inf
 
     ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop`` and ``jax.shard_map``.
@@ -88,7 +90,7 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
         >>> found["input"]["underflow"], found["output_grad"]["underflow"]
         (0.0, 1.0)
 
-    Source: torchao and Transformer Engine, which log some of these.
+    Source: torchao and Transformer Engine, which log some of these; kurtosis: arXiv:2505.20524.
     """
     check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
 

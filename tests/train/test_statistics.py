@@ -23,7 +23,7 @@ from tests.cases import (
 )
 from tests.reference import MAX
 
-FIELDS = ["underflow", "saturation", "sqnr", "headroom", "amax", "scale", "nonfinite"]
+FIELDS = ["underflow", "saturation", "sqnr", "headroom", "amax", "scale", "kurtosis", "nonfinite"]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOOR = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(2, 16), scale_rounding="floor")
 CUSTOM = fp8.CustomRecipe(  # the output gradient wide in one of its products, the kernel in both
@@ -77,6 +77,7 @@ def expected(recipe, role, x, scale):
             "scale": max(
                 np.max(s[values] if values.any() else s, initial=0).astype(np.float64) for s in scales
             ),
+            "kurtosis": count * len(kept) * np.sum(wide**4) / signal**2 if signal else 0,
             "nonfinite": np.sum(~finite),
         }
 
