@@ -105,6 +105,12 @@ def _without(gemm: str, side: str) -> fp8.Recipe:
     return dataclasses.replace(gemms, **{gemm: dataclasses.replace(getattr(gemms, gemm), **{side: None})})
 
 
+def _with_rowwise_input() -> fp8.Recipe:
+    """Returns delayed scaling, but with a scale for each row of the input in the forward product."""
+    gemms, rows = fp8.DelayedScaling().gemms, fp8.Float8CurrentScaling(granularity="axiswise").gemms
+    return dataclasses.replace(gemms, forward=dataclasses.replace(gemms.forward, lhs=rows.forward.lhs))
+
+
 CONTENDERS = {
     "bf16": Contender(),
     "bf16-chance": Contender(perturbation=1e-3),
@@ -120,6 +126,8 @@ CONTENDERS = {
     "nvfp4-nearest": Contender(recipe=fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)),
     "nvfp4-then-bf16": Contender(recipe=fp8.NVFP4BlockScaling(), low_precision_until=0.8),
     "first-attention-wide": Contender(recipe=fp8.DelayedScaling(), exclude="block_0/attn"),
+    "rowwise-input": Contender(recipe=_with_rowwise_input()),
+    "rowwise-input-first-attention-wide": Contender(recipe=_with_rowwise_input(), exclude="block_0/attn"),
     **{
         f"wide-{gemm}-{operand}": Contender(recipe=_without(gemm, side))
         for gemm, operands in (
