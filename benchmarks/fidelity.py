@@ -111,6 +111,27 @@ def _with_rowwise_input() -> fp8.Recipe:
     return dataclasses.replace(gemms, forward=dataclasses.replace(gemms.forward, lhs=rows.forward.lhs))
 
 
+_PRODUCTS = {
+    "forward": ("input", "kernel"),
+    "dgrad": ("output-grad", "kernel"),
+    "wgrad": ("input", "output-grad"),
+}
+_LAYERS = ("query", "key", "value", "out", "up", "down")
+_PARTS = {
+    **{f"wide-{layer}": f"/{layer}$" for layer in _LAYERS},
+    "wide-logits": "logits",
+    **{f"wide-block-{i}": f"block_{i}/" for i in (0, 2, 3)},
+}
+WIDE = {
+    **{
+        f"wide-{gemm}-{operand}": Contender(recipe=_without(gemm, side))
+        for gemm, operands in _PRODUCTS.items()
+        for side, operand in zip(("lhs", "rhs"), operands, strict=True)
+    },
+    **{name: Contender(recipe=fp8.DelayedScaling(), exclude=pattern) for name, pattern in _PARTS.items()},
+}
+"""Delayed scaling, but for one cast of all layers, or for some layers."""
+
 CONTENDERS = {
     "bf16": Contender(),
     "bf16-chance": Contender(perturbation=1e-3),
@@ -128,21 +149,7 @@ CONTENDERS = {
     "first-attention-wide": Contender(recipe=fp8.DelayedScaling(), exclude="block_0/attn"),
     "rowwise-input": Contender(recipe=_with_rowwise_input()),
     "rowwise-input-first-attention-wide": Contender(recipe=_with_rowwise_input(), exclude="block_0/attn"),
-    **{
-        f"wide-{gemm}-{operand}": Contender(recipe=_without(gemm, side))
-        for gemm, operands in (
-            ("forward", ("input", "kernel")),
-            ("dgrad", ("output-grad", "kernel")),
-            ("wgrad", ("input", "output-grad")),
-        )
-        for side, operand in zip(("lhs", "rhs"), operands, strict=True)
-    },
-    **{
-        f"wide-{layer}": Contender(recipe=fp8.DelayedScaling(), exclude=f"/{layer}$")
-        for layer in ("query", "key", "value", "out", "up", "down")
-    },
-    "wide-logits": Contender(recipe=fp8.DelayedScaling(), exclude="logits"),
-    **{f"wide-block-{i}": Contender(recipe=fp8.DelayedScaling(), exclude=f"block_{i}/") for i in (0, 2, 3)},
+    **WIDE,
 }
 IN_FP8 = Contender(recipe=fp8.Float8CurrentScaling())
 
@@ -240,11 +247,12 @@ def _trained(name: str, seed: int, settings: Settings) -> Row:
 # The report.
 
 
-def compared(runs: Sequence[Row], steps: int = SMALL.steps) -> list[Row]:
-    """Returns for each contender how far it lies above bf16 of the same seed and processor, over seeds.
+def compared(runs: Sequence[Row], steps: int = SMALL.steps, base: str = "bf16") -> list[Row]:
+    """Returns for each contender how far it lies above another one of the same seed and processor.
 
-    ``steps`` is the length of the runs. Each row has ``contender``, ``seeds``, ``percent`` (of each seed),
-    its ``mean``, and the standard ``error`` of the mean, which is None for one seed.
+    ``steps`` is the length of the runs, ``base`` the other contender. Each row has ``contender``,
+    ``seeds``, ``percent`` (of each seed), its ``mean``, and the standard ``error`` of the mean, which is
+    None for one seed.
     """
     losses = {
         (r["contender"], r["seed"], r.get("processor", "")): r["validation_loss"]
@@ -253,10 +261,10 @@ def compared(runs: Sequence[Row], steps: int = SMALL.steps) -> list[Row]:
     }
     rows = []
     for name in CONTENDERS:
-        found = sorted(key[1:] for key in losses if key[0] == name and ("bf16", *key[1:]) in losses)
+        found = sorted(key[1:] for key in losses if key[0] == name and (base, *key[1:]) in losses)
         if not found:
             continue
-        percent = [100 * (losses[name, *key] / losses["bf16", *key] - 1) for key in found]
+        percent = [100 * (losses[name, *key] / losses[base, *key] - 1) for key in found]
         rows.append(
             {
                 "contender": name,
@@ -283,8 +291,16 @@ COLUMNS: common.Columns = {
 
 
 def table(runs: Sequence[Row], steps: int = SMALL.steps) -> str:
-    """Returns the table of docs/accuracy.md: how far contenders lie above bf16."""
-    return common.markdown(COLUMNS, compared(runs, steps)[1:])
+    """Returns the first table of docs/accuracy.md: how far contenders lie above bf16."""
+    rows = compared(runs, steps)[1:]
+    return common.markdown(COLUMNS, [row for row in rows if row["contender"] not in WIDE])
+
+
+def table_of_wide(runs: Sequence[Row]) -> str:
+    """Returns the second table of docs/accuracy.md: delayed scaling where one part of it is wide."""
+    beside = {row["contender"]: mean_of(row) for row in compared(runs, base="delayed")}
+    columns = {**COLUMNS, "beside `delayed`": lambda row: beside[row["contender"]]}
+    return common.markdown(columns, [row for row in compared(runs) if row["contender"] in WIDE])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
