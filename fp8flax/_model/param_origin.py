@@ -59,7 +59,10 @@ class Origin(NamedTuple):
     steps: tuple[tuple[Primitive, Params], ...] | None = None
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
-    None if arithmetic made the value, or it does not hold each element of the parameter once."""
+    If there is a ``cut``, they made it from each element of the cut. None if arithmetic made the value, or
+    it does not hold each of these elements once."""
+    cut: tuple[int, int, int] | None = None
+    """The axis of the parameter, the start and the end, if the value is made of a slice along one axis."""
 
     def __hash__(self) -> int:
         return hash((self.sources, self.part, self.axes))  # the steps hold dicts
@@ -71,28 +74,33 @@ class Origin(NamedTuple):
 
     @property
     def is_one_parameter(self) -> bool:
-        """Whether the value is one parameter, at most cast."""
-        return self.steps is not None and all(primitive.name in CASTS for primitive, _ in self.steps)
+        """Whether the value is one parameter, or one index into its first axis, at most cast."""
+        axis, start, end = self.cut or (0, 0, 0)
+        moves = ["squeeze"] if self.cut and (axis, end) == (0, start + 1) else []
+        names = None if self.steps is None else [primitive.name for primitive, _ in self.steps]
+        return names is not None and [x for x in names if x not in CASTS] == moves
 
-    @property
-    def is_whole_parameter(self) -> bool:
-        """Whether the value holds each element of one parameter once, in any order and shape."""
-        return self.steps is not None
+    def cut_of(self, array: jax.Array) -> jax.Array:
+        """Returns what the value is made of, the cut or all of an array in the place of the parameter."""
+        if self.cut is None:
+            return array
+        axis, start, end = self.cut
+        return jax.lax.slice_in_dim(array, start, end, axis=axis)
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
-        """Makes the value of a whole parameter from an array in the place of it, perhaps without casts."""
+        """Makes the value from an array in the place of what it is made of, perhaps without casts."""
         for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
                 array = primitive.bind(array, **params)
         return array
 
     def into_parameter(self, values: jax.Array) -> jax.Array:
-        """Moves codes from the places of the value to the places of the parameter that it was made of.
+        """Moves codes from the places of the value to the places of what it is made of.
 
-        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs a wide
-        dtype, and bfloat16 holds every code exactly.
+        This is the inverse of ``rebuild``. ``jax.linear_transpose`` needs a wide dtype, and bfloat16 holds
+        every code exactly.
         """
-        like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
+        like = jax.eval_shape(self.cut_of, jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16))
         back = jax.linear_transpose(partial(self.rebuild, casts=False), like)
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(values.dtype)
@@ -113,11 +121,12 @@ class Origin(NamedTuple):
 
     def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
-        name, part, axes, steps = primitive.name, self.part, self.axes, self.steps
+        name, part, axes, steps, cut = primitive.name, self.part, self.axes, self.steps, self.cut
         is_bijection = name in BIJECTIONS
         if name == "broadcast_in_dim":
             is_bijection = math.prod(params["shape"]) == math.prod(shape)  # such as w[None]
-        steps = (*steps, (primitive, params)) if steps is not None and is_bijection else None
+        if steps is not None and name not in ("slice", "split"):
+            steps = (*steps, (primitive, params)) if is_bijection else None
         if part is None:
             return self._replace(steps=steps)
         taken = [(0, size, 1) for size in shape]  # the range of each dimension that is in the result
@@ -134,14 +143,23 @@ class Origin(NamedTuple):
         elif name in ("broadcast_in_dim", "reshape"):
             part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
             axes = None
-        for i, (start, end, stride) in enumerate(taken):
-            if (start, end, stride) != (0, shape[i], 1):
-                if axes is None:
-                    part += "-" + "x".join(map(str, shape))
-                    axes = tuple(range(len(shape)))
-                part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-                part += "" if stride == 1 or end == start + 1 else f"-{stride}"
-        return Origin(self.sources, part, axes, steps)
+        cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
+        if cuts and steps is not None:
+            (i, start, end, stride), *more = cuts
+            # The other steps are the same for the slice of the parameter.
+            commutes = axes is not None and not any(step.name == "rev" for step, _ in steps)
+            if more or cut or stride != 1 or not commutes:
+                steps = None
+            else:
+                cut = axes[i], start, end
+                steps = tuple(step for step in steps if step[0].name != "sharding_constraint")
+        for i, start, end, stride in cuts:
+            if axes is None:
+                part += "-" + "x".join(map(str, shape))
+                axes = tuple(range(len(shape)))
+            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
+            part += "" if stride == 1 or end == start + 1 else f"-{stride}"
+        return Origin(self.sources, part, axes, steps, cut)
 
 
 def name_of(path: Path) -> str:
