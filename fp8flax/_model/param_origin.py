@@ -30,7 +30,7 @@ CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split")
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split", "unstack")
 
 
 class Source(NamedTuple):
@@ -75,10 +75,13 @@ class Origin(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, or one index into its first axis, at most cast."""
-        axis, start, end = self.cut or (0, 0, 0)
-        moves = ["squeeze"] if self.cut and (axis, end) == (0, start + 1) else []
-        names = None if self.steps is None else [primitive.name for primitive, _ in self.steps]
-        return names is not None and [x for x in names if x not in CASTS] == moves
+        if self.steps is None:
+            return False
+        moves = [primitive.name for primitive, _ in self.steps if primitive.name not in CASTS]
+        if self.cut is None:
+            return not moves
+        axis, start, end = self.cut
+        return (axis, end) == (0, start + 1) and moves in (["squeeze"], ["unstack"])
 
     def cut_of(self, array: jax.Array) -> jax.Array:
         """Returns what the value is made of, the cut or all of an array in the place of the parameter."""
@@ -92,6 +95,7 @@ class Origin(NamedTuple):
         for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
                 array = primitive.bind(array, **params)
+                array = array[0] if primitive.multiple_results else array
         return array
 
     def into_parameter(self, values: jax.Array) -> jax.Array:
@@ -122,7 +126,7 @@ class Origin(NamedTuple):
     def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
         name, part, axes, steps, cut = primitive.name, self.part, self.axes, self.steps, self.cut
-        is_bijection = name in BIJECTIONS
+        is_bijection = name in BIJECTIONS or name == "unstack"  # of the slice of its result
         if name == "broadcast_in_dim":
             is_bijection = math.prod(params["shape"]) == math.prod(shape)  # such as w[None]
         if steps is not None and name not in ("slice", "split"):
@@ -133,6 +137,8 @@ class Origin(NamedTuple):
         if name == "split":
             start = sum(params["sizes"][:index])
             taken[params["axis"]] = start, start + params["sizes"][index], 1
+        elif name == "unstack":
+            taken[params["axis"]] = index, index + 1, 1
         elif name == "slice":
             strides = params["strides"] or (1,) * len(shape)
             taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
@@ -159,6 +165,8 @@ class Origin(NamedTuple):
                 axes = tuple(range(len(shape)))
             part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
             part += "" if stride == 1 or end == start + 1 else f"-{stride}"
+        if name == "unstack" and axes is not None:
+            axes = tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
         return Origin(self.sources, part, axes, steps, cut)
 
 

@@ -232,6 +232,7 @@ def _tensors_of(
 
 def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path, tuple[str, Array]]:
     """Returns the name and the array of each variable in a file, before ``rename``."""
+    ops, arrays = _stacked(ops, arrays)
     found = {path: (names_of(path)[0], Groups()) for path in arrays}
     one_scale = dict[Path, Array]()
     for op in ops:
@@ -260,6 +261,29 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path
     return {
         path: (found[path][0], one_scale.get(path, merged(x, found[path][1]))) for path, x in arrays.items()
     }
+
+
+def _stacked(
+    ops: Sequence[ServedOp], arrays: Mapping[Path, Array]
+) -> tuple[list[ServedOp], dict[Path, Array]]:
+    """Returns ops and arrays in which one op multiplies by all kernels of a stack, with stacked scales.
+
+    The matmuls of a loop over experts are different ops, each with scales of its own.
+    """
+    result, left = list[ServedOp](), dict(arrays)
+    stacks = dict[Path, list[ServedOp]]()
+    for op in ops:
+        is_of_stack = op.kernel is not None and op.cut is not None and op.layout is not None
+        (stacks.setdefault(op.kernel, []) if is_of_stack else result).append(op)
+    for own in stacks.values():
+        own.sort(key=lambda op: op.cut or ())
+        for name in own[0].scales:
+            paths = [(PARAMS, *op.path, name) for op in own]
+            if all(path in arrays for path in paths):
+                scales = [left.pop(path) for path in paths]
+                stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
+                left[paths[0]] = stack(scales, axis=len(own[0].stack))
+    return result + [own[0] for own in stacks.values()], left
 
 
 def merged(x: Array, groups: Groups) -> Array:

@@ -224,7 +224,7 @@ def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, di
 
 
 Stored: TypeAlias = tuple[dict[str, jax.Array], ServedOp]
-"""The scales of a kernel, and the description of its op without its path and the names of its scales."""
+"""The scales of a kernel, and the description of its op without its path, recipe and names of scales."""
 
 
 def _stored(
@@ -257,12 +257,10 @@ def _stored(
     kernels = [op.kernel._replace(sources=(source._replace(path=()),)) for op in ops]
     quantize = jax.jit(_quantized, static_argnums=(0, 1), **places)
     codes, made = quantize(tuple(zip(kernels, plans)), stack, parameter, scales)
-    dtype = jnp.result_type(parameter)
-    served = [
-        ServedOp((), op.gemms, (), source.path, _layout(op.kernel, plan, stack), dtype, stack, op.kernel.cut)
-        for op, plan in zip(ops, plans)
-    ]
-    return codes, [*zip(made, served)]
+    kinds = {(op.gemms.forward, _layout(op.kernel, plan, stack)) for op, plan in zip(ops, plans)}
+    layout = kinds.pop()[1] if len(kinds) == 1 else None
+    served = ServedOp((), CustomRecipe(), (), source.path, layout, jnp.result_type(parameter), stack)
+    return codes, [(own, served._replace(cut=kernel.cut)) for own, kernel in zip(made, kernels)]
 
 
 def _why_wide(ops: Sequence[SeenOp], is_read: bool) -> str | None:
@@ -347,6 +345,7 @@ def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | N
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
+    are_first &= kernel.cut is None or not batch
     # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
     is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
     out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
