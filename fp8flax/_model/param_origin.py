@@ -153,8 +153,8 @@ class Origin(NamedTuple):
         if cuts and steps is not None:
             (i, start, end, stride), *more = cuts
             # The other steps are the same for the slice of the parameter.
-            commutes = axes is not None and not any(step.name == "rev" for step, _ in steps)
-            if more or cut or stride != 1 or not commutes:
+            commutes = not any(step.name == "rev" for step, _ in steps)
+            if axes is None or more or cut or stride != 1 or not commutes:
                 steps = None
             else:
                 cut = axes[i], start, end
@@ -168,6 +168,15 @@ class Origin(NamedTuple):
         if name == "unstack" and axes is not None:
             axes = tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
         return Origin(self.sources, part, axes, steps, cut)
+
+
+def hold_each_once(origins: Sequence[Origin]) -> bool:
+    """Returns whether the values of a parameter, in the order of their cuts, hold each element once."""
+    if any(origin.steps is None for origin in origins):
+        return False
+    shape = origins[0].sources[0].shape
+    axes, starts, ends = zip(*(origin.cut or (0, 0, shape[0]) for origin in origins))
+    return len({*axes}) == 1 and [0, *ends] == [*starts, shape[axes[0]]]
 
 
 def name_of(path: Path) -> str:

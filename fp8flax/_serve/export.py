@@ -57,9 +57,10 @@ def save_safetensors(
 
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked, and experts, have a leading dimension: ``(experts, out, in)``, with
-    the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. All other variables keep
-    their layout and their names, such as ``embed.embedding``. Scaling state and NNX's random number
-    generators are left out. Equal variables give equal files. ``load_into`` reads the file into a model.
+    the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. So has a parameter of
+    kernels ``w[i]``. All other variables, also those that are sliced in another way, keep their layout and
+    their names, such as ``embed.embedding``. Scaling state and NNX's random number generators are left out.
+    Equal variables give equal files. ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
     blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is
@@ -273,16 +274,19 @@ def _stacked(
     result, left = list[ServedOp](), dict(arrays)
     stacks = dict[Path, list[ServedOp]]()
     for op in ops:
-        is_of_stack = op.kernel is not None and op.cut is not None and op.layout is not None
-        (stacks.setdefault(op.kernel, []) if is_of_stack else result).append(op)
+        if op.kernel is None or op.cut is None or op.layout is None:
+            result.append(op)
+        elif (PARAMS, *op.kernel) in arrays:
+            stacks.setdefault(op.kernel, []).append(op)
+        else:  # another layer has the kernels, and their scales
+            result.append(op._replace(layout=None))
     for own in stacks.values():
         own.sort(key=lambda op: op.cut or ())
         for name in own[0].scales:
             paths = [(PARAMS, *op.path, name) for op in own]
-            if all(path in arrays for path in paths):
-                scales = [left.pop(path) for path in paths]
-                stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
-                left[paths[0]] = stack(scales, axis=len(own[0].stack))
+            scales = [left.pop(path) for path in paths]
+            stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
+            left[paths[0]] = stack(scales, axis=len(own[0].stack))
     return result + [own[0] for own in stacks.values()], left
 
 

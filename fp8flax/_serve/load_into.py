@@ -220,7 +220,9 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     scales = _scales_of(path, leaves)
     indices = {place: _kernel_of(place[:-1])[1] for place in scales}
     of_kernels = [indices[place] for place in scales if place[-1] == KERNEL_SCALE]
-    is_stack = {*of_kernels} == {*range(math.prod(tensor.shape[-3:-2]))}  # each kernel of a stack has its own op
+    is_stack = {*of_kernels} == {
+        *range(math.prod(tensor.shape[-3:-2]))
+    }  # each kernel of a stack has its own op
     if not groups or not (len(of_kernels) == 1 or is_stack):
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
@@ -245,7 +247,7 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
                 f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
                 "with the recipe of the checkpoint"
             )
-        sources[place] = np.take(given.reshape(like.shape), indices[place], axis) if is_stack else given, ()
+        sources[place] = given.reshape(like.shape).take(indices[place], axis) if is_stack else given, ()
     return sources
 
 

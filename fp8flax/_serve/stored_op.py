@@ -25,7 +25,7 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, st
 from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.ops.stored import StoredContraction, frozen, packed_kernel
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, Quantizer
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
@@ -33,7 +33,7 @@ from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import MOVEMENTS, Origin
+from fp8flax._model.param_origin import MOVEMENTS, Origin, hold_each_once
 from fp8flax._train.check import warn_if_damaged
 
 Arrays = dict[Path, jax.Array]
@@ -84,11 +84,6 @@ class ServedOp(NamedTuple):
     """The axes along which layers are stacked in the kernel. In the scales they are always the first."""
     cut: tuple[int, int, int] | None = None
     """The axis, the start and the end, if the kernel is a slice of the parameter."""
-
-    @property
-    def stored_in(self) -> tuple[Path, tuple[int, int, int] | None] | None:
-        """Returns where the codes of the kernel are: the parameter and the slice; None if there are none."""
-        return self.kernel and (self.kernel, self.cut)
 
 
 class Reading(Interception):
@@ -159,26 +154,26 @@ def freeze_ops(
             "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
             "freeze outside of autocast(enabled=False)."
         )
-    delayed, groups = _delayed_scales(seen, state), dict[Any, list[Path]]()
+    delayed, users = _delayed_scales(seen, state), dict[Path, dict[Any, list[Path]]]()
     for path, op in seen.items():
         dims = op.plan and op.plan.dimension_numbers
         key = (op.row, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
-        groups.setdefault(key if may_share else path, []).append(path)
-    users = dict[Path, list[list[Path]]]()
-    for paths in groups.values():
-        for source in seen[paths[0]].kernel.sources:
-            users.setdefault(source.path, []).append(paths)
+        for source in op.kernel.sources:
+            if op.gemms.forward.rhs is None:  # the op reads a wide kernel
+                read = {*read, source.path}
+            else:
+                users.setdefault(source.path, {}).setdefault(key if may_share else path, []).append(path)
     stored, ops, codes, scales = dict[Path, Stored](), list[ServedOp](), Arrays(), Arrays()
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
-    for name, its_groups in users.items():
-        its_groups.sort(key=lambda paths: seen[paths[0]].kernel.cut or ())
-        its_ops = [seen[paths[0]] for paths in its_groups]
-        of_ops = [[delayed[path] for path in paths] for paths in its_groups]
-        if isinstance(made := _stored(its_ops, of_ops, params[name], name in read), str):
-            wide |= {name: made} if made else {}
-            continue
-        codes[name], kernels = made
-        stored |= {path: kernel for paths, kernel in zip(its_groups, kernels) for path in paths}
+    for name, by_key in users.items():
+        groups = sorted(by_key.values(), key=lambda paths: seen[paths[0]].kernel.cut or ())
+        of_ops = [[delayed[path] for path in paths] for paths in groups]
+        made = _stored([seen[paths[0]] for paths in groups], of_ops, params[name], name in read)
+        if isinstance(made, str):
+            wide[name] = made
+        else:
+            codes[name], kernels = made
+            stored |= {path: kernel for paths, kernel in zip(groups, kernels) for path in paths}
     for path, op in seen.items():
         if path in stored:
             of_kernel, served = stored[path]
@@ -235,10 +230,11 @@ def _stored(
 ) -> tuple[jax.Array, list[Stored]] | str:
     """Returns the codes of a parameter, and the kernel of each op that multiplies by it.
 
-    If the parameter stays wide, returns the reason; it is empty if no op quantizes it. ``ops`` are in the
-    order of their slices. ``delayed`` are the scales of each op, or of several that share a kernel.
+    If the parameter stays wide, returns the reason. ``ops`` are in the order of their slices. ``delayed``
+    are the scales of each op, or of several that share a kernel. ``is_read`` is whether other code reads
+    the parameter.
     """
-    if reason := _why_wide(ops, is_read):
+    if (reason := _why_wide(ops, is_read)) is not None:
         return reason
     shapes = [x.shape for of_op in delayed for x in of_op[0].values()]
     if len(stacks := _stacks(ops[0], parameter.shape, shapes)) != 1:
@@ -264,30 +260,21 @@ def _stored(
 
 
 def _why_wide(ops: Sequence[SeenOp], is_read: bool) -> str | None:
-    """Returns why a parameter that ops multiply by cannot be stored; None if it can be.
-
-    The reason is empty if no op quantizes it.
-    """
-    quantized, kernels = [op for op in ops if op.gemms.forward.rhs is not None], [op.kernel for op in ops]
-    if not quantized:
-        return ""
-    if any(op.plan is None for op in quantized):
+    """Returns why a parameter that ops multiply by cannot be stored; None if it can be."""
+    if any(op.plan is None for op in ops):
         return "it is the kernel of a convolution"
-    cuts = [kernel.cut for kernel in kernels if kernel.cut is not None]
-    starts, ends = [start for _, start, _ in cuts], [end for _, _, end in cuts]
-    is_covered = [0, *ends] == [*starts, *(kernels[0].sources[0].shape[axis] for axis, _, _ in cuts[:1])]
-    is_one_axis = len({axis for axis, _, _ in cuts}) < 2
-    if any(kernel.steps is None for kernel in kernels) or (cuts and not (is_covered and is_one_axis)):
+    is_once = hold_each_once([op.kernel for op in ops])
+    if not is_once and any(op.kernel.cut or op.kernel.steps is None for op in ops):
         return (
-            "its matmul does not multiply by this parameter as a whole, or by one of its slices along one "
-            "axis, which must cover it"
+            "its matmul does not multiply by this parameter as a whole, or by one of the slices that "
+            "divide it along one axis"
         )
-    if is_read or len(quantized) < len(ops) or (len(ops) > 1 and len(cuts) < len(ops)):
+    if is_read or not is_once:
         return "something else reads it, or changes it"
-    for op in quantized:
-        (contract, _), _ = cast(StoredContraction, op.plan).dimension_numbers
-        depth = math.prod(op.plan.lhs.shape[i] for i in contract)
-        if reason := op.gemms.forward.rhs.why_not_stored(depth):
+    for op in ops:
+        plan, quantizer = cast(StoredContraction, op.plan), cast(Quantizer, op.gemms.forward.rhs)
+        (contract, _), _ = plan.dimension_numbers
+        if reason := quantizer.why_not_stored(math.prod(plan.lhs.shape[i] for i in contract)):
             return reason
     return None
 
@@ -299,7 +286,9 @@ def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
     be stacked in the same order. ``op`` is one of the ops that multiply by it.
     """
     part = tuple(op.kernel.sources[0].shape)
-    experts = op.plan.rhs.shape[:1] if op.plan and op.row.is_stack else ()  # their kernels have a scale each
+    experts = (
+        op.plan.rhs.shape[:1] if op.plan and op.row.is_stack else ()
+    )  # their kernels have a scale each
 
     def fits(stack: Shape) -> bool:
         sizes = tuple(whole[i] for i in stack)
@@ -324,7 +313,9 @@ def _quantized(
     def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
         codes, of_kernels = [], []
         for (origin, plan), scale in zip(kernels, scales):
-            packed = packed_kernel(plan, origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype), scale)
+            packed = packed_kernel(
+                plan, origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype), scale
+            )
             own = {KERNEL_SCALE: packed.scale}
             if packed.tensor_scale is not None:
                 own[KERNEL_TENSOR_SCALE] = packed.tensor_scale

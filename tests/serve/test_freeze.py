@@ -361,7 +361,7 @@ UNSTORED_SLICES = {
     "overlapping": (lambda x, w: joined(x, w[:, :5], w[:, 4:]), PART),
     "strided": (lambda x, w: joined(x, w[:, ::2], w[:, 1::2]), PART),
     "two axes": (lambda x, w: joined(x[:, :4], w[:4, :4], w[:4, 4:]) + x[:, 4:] @ w[4:], PART),
-    "also whole": (lambda x, w: joined(x, w, w[:, :4], w[:, 4:]), READ),
+    "also whole": (lambda x, w: joined(x, w, w[:, :4], w[:, 4:]), PART),
     "also read": (lambda x, w: joined(x, w[:, :4], w[:, 4:]) * jnp.sum(w[0]), READ),
     "also by a dynamic index": (lambda x, w: joined(x, w[:4].T, w[4:].T) * w[jnp.argmax(x), 0], READ),
 }
