@@ -164,25 +164,28 @@ def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
     """Returns the names that a variable may have in a file."""
     own, weight = names_of(path)
     if path[-1] == INPUT_SCALE:  # of a layer that shares the kernel of another one
-        return own, names_of(_kernel_of(path[:-1])[0])[1].removesuffix("weight") + INPUT_SCALE
+        return own, names_of(_kernel_of(path[:-1]))[1].removesuffix("weight") + INPUT_SCALE
     return (own, weight) if ndim > 1 else (own,)
 
 
-def _kernel_of(op: Path) -> tuple[Path, int | None]:
+def _kernel_of(op: Path) -> Path:
     """Returns the path of the kernel that the name of an op contains; otherwise that of a layer's kernel.
 
-    Also returns the index of a kernel in its stack. This is the inverse of ``param_origin.name_of`` and
-    ``Origin.part``. The op of a layer has the name of a class or a field.
+    This is the inverse of ``param_origin.name_of``. The op of a layer has the name of a class or a field.
     """
     own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
     keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
     while keys[-1] == "T":  # the kernel is transposed
         keys.pop()
-    index = None
-    if keys[-2:-1] == ["axis0"] and keys[-1].isdecimal():
-        *keys, _, index = keys
-    names = (re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys)
-    return (*op[:-1], *names), index and int(index)
+    if keys[-2:-1] == ["axis0"]:  # the kernel is one index into the parameter
+        keys = keys[:-2]
+    return (*op[:-1], *(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys))
+
+
+def _index_of(op: Path) -> int | None:
+    """Returns the index of a kernel in its stack, which the name of an op contains."""
+    index = re.search(r"(?<!~)-axis0-(\d+)(-T)*$", op[-1])
+    return index and int(index[1])
 
 
 def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
@@ -193,9 +196,9 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
     """
     ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
     own = (
-        [op for op in ops if _kernel_of(op)[0] == kernel]
+        [op for op in ops if _kernel_of(op) == kernel]
         or [op for op in ops if op[:-1] == kernel[:-1]]
-        or [op for op in ops if _kernel_of(op)[0] not in leaves]
+        or [op for op in ops if _kernel_of(op) not in leaves]
     )
     return [path for path in leaves if path[:-1] in own and path[-1] in _SCALES]
 
@@ -218,12 +221,9 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     if not is_quantized or is_wide:
         return sources
     scales = _scales_of(path, leaves)
-    indices = {place: _kernel_of(place[:-1])[1] for place in scales}
-    of_kernels = [indices[place] for place in scales if place[-1] == KERNEL_SCALE]
-    is_stack = {*of_kernels} == {
-        *range(math.prod(tensor.shape[-3:-2]))
-    }  # each kernel of a stack has its own op
-    if not groups or not (len(of_kernels) == 1 or is_stack):
+    indices = [_index_of(place[:-1]) for place in scales if place[-1] == KERNEL_SCALE]
+    is_stack = {*indices} == {*range(math.prod(tensor.shape[-3:-2]))}  # an op for each of its kernels
+    if not groups or not (len(indices) == 1 or is_stack):
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
             "Load the wide model, and freeze it"
@@ -231,7 +231,7 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     for place in scales:
         like, given, axis = leaves[place], tensor.input_scale, len(tensor.shape) - 3
         if is_stack:
-            stacked = *like.shape[:axis], len(of_kernels), *like.shape[axis:]
+            stacked = *like.shape[:axis], len(indices), *like.shape[axis:]
             like = jax.ShapeDtypeStruct(stacked, like.dtype)
         if place[-1] == KERNEL_SCALE:
             given = _kernel_scale(tensor, groups, leaf.shape, like)
@@ -247,7 +247,10 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
                 f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
                 "with the recipe of the checkpoint"
             )
-        sources[place] = given.reshape(like.shape).take(indices[place], axis) if is_stack else given, ()
+        sources[place] = (
+            given.reshape(like.shape).take(_index_of(place[:-1]), axis) if is_stack else given,
+            (),
+        )
     return sources
 
 

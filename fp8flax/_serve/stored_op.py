@@ -234,7 +234,7 @@ def _stored(
     are the scales of each op, or of several that share a kernel. ``is_read`` is whether other code reads
     the parameter.
     """
-    if (reason := _why_wide(ops, is_read)) is not None:
+    if reason := _why_wide(ops, is_read):
         return reason
     shapes = [x.shape for of_op in delayed for x in of_op[0].values()]
     if len(stacks := _stacks(ops[0], parameter.shape, shapes)) != 1:
@@ -286,9 +286,8 @@ def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
     be stacked in the same order. ``op`` is one of the ops that multiply by it.
     """
     part = tuple(op.kernel.sources[0].shape)
-    experts = (
-        op.plan.rhs.shape[:1] if op.plan and op.row.is_stack else ()
-    )  # their kernels have a scale each
+    # The kernels of experts have a scale each.
+    experts = cast(StoredContraction, op.plan).rhs.shape[:1] if op.row.is_stack else ()
 
     def fits(stack: Shape) -> bool:
         sizes = tuple(whole[i] for i in stack)
@@ -313,9 +312,8 @@ def _quantized(
     def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
         codes, of_kernels = [], []
         for (origin, plan), scale in zip(kernels, scales):
-            packed = packed_kernel(
-                plan, origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype), scale
-            )
+            kernel = origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype)
+            packed = packed_kernel(plan, kernel, scale)
             own = {KERNEL_SCALE: packed.scale}
             if packed.tensor_scale is not None:
                 own[KERNEL_TENSOR_SCALE] = packed.tensor_scale
@@ -336,7 +334,7 @@ def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | N
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
-    are_first &= kernel.cut is None or not batch
+    are_first &= kernel.cut is None or (len(plan.rhs.shape) > 1 and not batch)
     # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
     is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
     out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
