@@ -36,6 +36,8 @@ class StandIn(core.Tracer):
         self.codes = codes
         self.source = source
         """The path of the parameter that the codes are stored in."""
+        self.cut: tuple[int, int, int] | None = None
+        """The axis, the start and the end of the slice of the parameter that the codes are."""
 
 
 def read_stored(codes: Any, dtype: Any, source: tuple[str, ...]) -> jax.Array:

@@ -153,6 +153,12 @@ class Interception:
             results = self.compute(front, primitive, operands, params)
         all_results: Any = results if primitive.multiple_results else [results]
         self.origins.follow(operands, all_results, primitive, params)
+        for x in all_results:
+            if isinstance(x, StandIn):
+                origin = self.origins.of(x)
+                if origin is None or origin.steps is None:  # such as copies
+                    raise refuse(x.source)
+                x.cut = origin.cut
         return results
 
     def _contraction(self, op_type: type[Op], operands: Operands, params: Params) -> Contraction:
@@ -212,10 +218,10 @@ class Interception:
             return front.compute(primitive, operands, params)
         if primitive.name == CAST:
             return StandIn(front, kernel.codes, params["new_dtype"], kernel.source)
-        codes = front.compute(primitive, [kernel.codes], params)
-        if getattr(codes, "size", None) != kernel.size:  # a part, several parts, or copies
-            raise refuse(kernel.source)
-        return StandIn(front, codes, kernel.dtype, kernel.source)
+        moved: Any = front.compute(primitive, [kernel.codes], params)
+        if primitive.multiple_results:
+            return [StandIn(front, codes, kernel.dtype, kernel.source) for codes in moved]
+        return StandIn(front, moved, kernel.dtype, kernel.source)
 
     def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
         """Computes a function that has no program to look into; the trace in front calls this method."""

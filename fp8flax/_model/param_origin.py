@@ -30,7 +30,7 @@ CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split")
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split", "unstack")
 
 
 class Source(NamedTuple):
@@ -59,7 +59,10 @@ class Origin(NamedTuple):
     steps: tuple[tuple[Primitive, Params], ...] | None = None
     """The primitives, each with its parameters, that made the value from each element of one parameter.
 
-    None if arithmetic made the value, or it does not hold each element of the parameter once."""
+    If there is a ``cut``, they made it from each element of the cut. None if arithmetic made the value, or
+    it does not hold each of these elements once."""
+    cut: tuple[int, int, int] | None = None
+    """The axis of the parameter, the start and the end, if the value is made of a slice along one axis."""
 
     def __hash__(self) -> int:
         return hash((self.sources, self.part, self.axes))  # the steps hold dicts
@@ -71,28 +74,37 @@ class Origin(NamedTuple):
 
     @property
     def is_one_parameter(self) -> bool:
-        """Whether the value is one parameter, at most cast."""
-        return self.steps is not None and all(primitive.name in CASTS for primitive, _ in self.steps)
+        """Whether the value is one parameter, or one index into its first axis, at most cast."""
+        if self.steps is None:
+            return False
+        moves = [primitive.name for primitive, _ in self.steps if primitive.name not in CASTS]
+        if self.cut is None:
+            return not moves
+        axis, start, end = self.cut
+        return (axis, end) == (0, start + 1) and moves in (["squeeze"], ["unstack"])
 
-    @property
-    def is_whole_parameter(self) -> bool:
-        """Whether the value holds each element of one parameter once, in any order and shape."""
-        return self.steps is not None
+    def cut_of(self, array: jax.Array) -> jax.Array:
+        """Returns what the value is made of, the cut or all of an array in the place of the parameter."""
+        if self.cut is None:
+            return array
+        axis, start, end = self.cut
+        return jax.lax.slice_in_dim(array, start, end, axis=axis)
 
     def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
-        """Makes the value of a whole parameter from an array in the place of it, perhaps without casts."""
+        """Makes the value from an array in the place of what it is made of, perhaps without casts."""
         for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
                 array = primitive.bind(array, **params)
+                array = array[0] if primitive.multiple_results else array
         return array
 
     def into_parameter(self, values: jax.Array) -> jax.Array:
-        """Moves codes from the places of the value to the places of the parameter that it was made of.
+        """Moves codes from the places of the value to the places of what it is made of.
 
-        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs a wide
-        dtype, and bfloat16 holds every code exactly.
+        This is the inverse of ``rebuild``. ``jax.linear_transpose`` needs a wide dtype, and bfloat16 holds
+        every code exactly.
         """
-        like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
+        like = jax.eval_shape(self.cut_of, jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16))
         back = jax.linear_transpose(partial(self.rebuild, casts=False), like)
         (result,) = back(values.astype(jnp.bfloat16))
         return result.astype(values.dtype)
@@ -113,17 +125,20 @@ class Origin(NamedTuple):
 
     def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
-        name, part, axes, steps = primitive.name, self.part, self.axes, self.steps
-        is_bijection = name in BIJECTIONS
+        name, part, axes, steps, cut = primitive.name, self.part, self.axes, self.steps, self.cut
+        is_bijection = name in BIJECTIONS or name == "unstack"  # of the slice of its result
         if name == "broadcast_in_dim":
             is_bijection = math.prod(params["shape"]) == math.prod(shape)  # such as w[None]
-        steps = (*steps, (primitive, params)) if steps is not None and is_bijection else None
+        if steps is not None and name not in ("slice", "split"):
+            steps = (*steps, (primitive, params)) if is_bijection else None
         if part is None:
             return self._replace(steps=steps)
         taken = [(0, size, 1) for size in shape]  # the range of each dimension that is in the result
         if name == "split":
             start = sum(params["sizes"][:index])
             taken[params["axis"]] = start, start + params["sizes"][index], 1
+        elif name == "unstack":
+            taken[params["axis"]] = index, index + 1, 1
         elif name == "slice":
             strides = params["strides"] or (1,) * len(shape)
             taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
@@ -134,14 +149,34 @@ class Origin(NamedTuple):
         elif name in ("broadcast_in_dim", "reshape"):
             part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
             axes = None
-        for i, (start, end, stride) in enumerate(taken):
-            if (start, end, stride) != (0, shape[i], 1):
-                if axes is None:
-                    part += "-" + "x".join(map(str, shape))
-                    axes = tuple(range(len(shape)))
-                part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-                part += "" if stride == 1 or end == start + 1 else f"-{stride}"
-        return Origin(self.sources, part, axes, steps)
+        cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
+        if cuts and steps is not None:
+            (i, start, end, stride), *more = cuts
+            # The other steps are the same for the slice of the parameter.
+            commutes = not any(step.name == "rev" for step, _ in steps)
+            if axes is None or more or cut or stride != 1 or not commutes:
+                steps = None
+            else:
+                cut = axes[i], start, end
+                steps = tuple(step for step in steps if step[0].name != "sharding_constraint")
+        for i, start, end, stride in cuts:
+            if axes is None:
+                part += "-" + "x".join(map(str, shape))
+                axes = tuple(range(len(shape)))
+            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
+            part += "" if stride == 1 or end == start + 1 else f"-{stride}"
+        if name == "unstack" and axes is not None:
+            axes = tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
+        return Origin(self.sources, part, axes, steps, cut)
+
+
+def hold_each_once(origins: Sequence[Origin]) -> bool:
+    """Returns whether the values of a parameter, in the order of their cuts, hold each element once."""
+    if any(origin.steps is None for origin in origins):
+        return False
+    shape = origins[0].sources[0].shape
+    axes, starts, ends = zip(*(origin.cut or (0, 0, shape[0]) for origin in origins))
+    return len({*axes}) == 1 and [0, *ends] == [*starts, shape[axes[0]]]
 
 
 def name_of(path: Path) -> str:

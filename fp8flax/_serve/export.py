@@ -57,9 +57,10 @@ def save_safetensors(
 
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked, and experts, have a leading dimension: ``(experts, out, in)``, with
-    the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. All other variables keep
-    their layout and their names, such as ``embed.embedding``. Scaling state and NNX's random number
-    generators are left out. Equal variables give equal files. ``load_into`` reads the file into a model.
+    the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. So has a parameter of
+    kernels ``w[i]``. All other variables, also those that are sliced in another way, keep their layout and
+    their names, such as ``embed.embedding``. Scaling state and NNX's random number generators are left out.
+    Equal variables give equal files. ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
     blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is
@@ -232,6 +233,7 @@ def _tensors_of(
 
 def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path, tuple[str, Array]]:
     """Returns the name and the array of each variable in a file, before ``rename``."""
+    ops, arrays = _stacked(ops, arrays)
     found = {path: (names_of(path)[0], Groups()) for path in arrays}
     one_scale = dict[Path, Array]()
     for op in ops:
@@ -260,6 +262,32 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path
     return {
         path: (found[path][0], one_scale.get(path, merged(x, found[path][1]))) for path, x in arrays.items()
     }
+
+
+def _stacked(
+    ops: Sequence[ServedOp], arrays: Mapping[Path, Array]
+) -> tuple[list[ServedOp], dict[Path, Array]]:
+    """Returns ops and arrays in which one op multiplies by all kernels of a stack, with stacked scales.
+
+    The matmuls of a loop over experts are different ops, each with scales of its own.
+    """
+    result, left = list[ServedOp](), dict(arrays)
+    stacks = dict[Path, list[ServedOp]]()
+    for op in ops:
+        if op.kernel is None or op.cut is None or op.layout is None:
+            result.append(op)
+        elif (PARAMS, *op.kernel) in arrays:
+            stacks.setdefault(op.kernel, []).append(op)
+        else:  # another layer has the kernels, and their scales
+            result.append(op._replace(layout=None))
+    for own in stacks.values():
+        own.sort(key=lambda op: op.cut or ())
+        for name in own[0].scales:
+            paths = [(PARAMS, *op.path, name) for op in own]
+            scales = [left.pop(path) for path in paths]
+            stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
+            left[paths[0]] = stack(scales, axis=len(own[0].stack))
+    return result + [own[0] for own in stacks.values()], left
 
 
 def merged(x: Array, groups: Groups) -> Array:

@@ -29,10 +29,12 @@ def freeze(
     those that the next step would use. Recipes without state continue to scale inputs from current data.
 
     A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
-    at most cast, reshaped or transposed, and nothing else reads it. (Layers of NNX that share a kernel, and
-    multiply by it in one way, share its codes.) All other kernels stay wide, and their ops quantize them at
-    each call: parts of parameters, an embedding that is tied to the logits, kernels of convolutions, NVFP4
-    kernels whose matmul does not sum over a multiple of 16 values, and stacked kernels in Linen whose shape
+    at most cast, reshaped or transposed, and nothing else reads it. Kernels that divide a parameter along
+    one axis, such as ``w[i]`` for each ``i`` or the parts of ``jnp.split``, are stored too, each with
+    scales of its own. (Layers of NNX that share a kernel, and multiply by it in one way, share its codes.)
+    All other kernels stay wide, and their ops quantize them at each call: slices that overlap, leave a part
+    out or follow a reshape, an embedding that is tied to the logits, kernels of convolutions, NVFP4 kernels
+    whose matmul does not sum over a multiple of 16 values, and stacked kernels in Linen whose shape
     does not show the axis of the stack, such as ``(8, 8, 4)``. An op that did not run in the traced calls
     computes as in training. Code that was not traced, and reads a stored kernel in another way, raises
     ``ValueError``.

@@ -213,8 +213,8 @@ class ServingCall(stored_op.Reading, Call):
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         above = len(self.path)  # the model may be a part of another one
         served = self._ops.get(op.path[above:])
-        kernel = rhs.source if isinstance(rhs, StandIn) else None
-        if (served.kernel if served else None) != kernel:
+        kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
+        if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
             raise stored_op.not_seen(op.path)
         if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)

@@ -177,7 +177,15 @@ def _kernel_of(op: Path) -> Path:
     keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
     while keys[-1] == "T":  # the kernel is transposed
         keys.pop()
+    if keys[-2:-1] == ["axis0"]:  # the kernel is one index into the parameter
+        keys = keys[:-2]
     return (*op[:-1], *(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys))
+
+
+def _index_of(op: Path) -> int | None:
+    """Returns the index of a kernel in its stack, which the name of an op contains."""
+    index = re.search(r"(?<!~)-axis0-(\d+)(-T)*$", op[-1])
+    return index and int(index[1])
 
 
 def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
@@ -213,13 +221,18 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
     if not is_quantized or is_wide:
         return sources
     scales = _scales_of(path, leaves)
-    if not groups or [place[-1] for place in scales].count(KERNEL_SCALE) != 1:
+    indices = [_index_of(place[:-1]) for place in scales if place[-1] == KERNEL_SCALE]
+    is_stack = {*indices} == {*range(math.prod(tensor.shape[-3:-2]))}  # an op for each of its kernels
+    if not groups or not (len(indices) == 1 or is_stack):
         raise ValueError(
             "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
             "Load the wide model, and freeze it"
         )
     for place in scales:
-        like, given = leaves[place], tensor.input_scale
+        like, given, axis = leaves[place], tensor.input_scale, len(tensor.shape) - 3
+        if is_stack:
+            stacked = *like.shape[:axis], len(indices), *like.shape[axis:]
+            like = jax.ShapeDtypeStruct(stacked, like.dtype)
         if place[-1] == KERNEL_SCALE:
             given = _kernel_scale(tensor, groups, leaf.shape, like)
         elif place[-1] == KERNEL_TENSOR_SCALE:
@@ -234,7 +247,10 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
                 f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
                 "with the recipe of the checkpoint"
             )
-        sources[place] = given, ()
+        sources[place] = (
+            given.reshape(like.shape).take(_index_of(place[:-1]), axis) if is_stack else given,
+            (),
+        )
     return sources
 
 

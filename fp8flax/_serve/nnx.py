@@ -57,8 +57,6 @@ class ReadStored:
         """Returns what ``variable.get_value()`` returns."""
         if not is_watched():
             return codes
-        if codes is not variable.get_raw_value():  # variable[0]
-            raise refuse(self.source)
         return read_stored(codes, self.dtype, self.source)
 
 
@@ -90,10 +88,11 @@ class FrozenOp(nnx.Module):
             return calling(self.row, self._computed)(*args, **kwargs)
 
     def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
-        if not isinstance(rhs, StandIn) or rhs.source != self.served.kernel:
-            raise stored_op.not_seen(self.served.path)
-        scales = {name: getattr(self, name).get_value() for name in self.served.scales}
-        return stored_op.computed(self.row, self.served.gemms, scales, lhs, rhs, *arguments, **keywords)
+        served = self.served
+        if not isinstance(rhs, StandIn) or (rhs.source, rhs.cut) != (served.kernel, served.cut):
+            raise stored_op.not_seen(served.path)
+        scales = {name: getattr(self, name).get_value() for name in served.scales}
+        return stored_op.computed(self.row, served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -142,12 +141,12 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
         change_class(kernel, Frozen)  # at all places that share it
         kernel.set_raw_value(codes[path])
         kernel.set_metadata(on_get_value=ReadStored(dtype, path))
-    made = dict[tuple[Path, str], Frozen]()
+    made = dict[Any, Frozen]()
     for served in ops:
         if served.kernel is not None:
             (module, op), own = sites[served.path], {}
             for name in served.scales:
-                owner = served.path if name == INPUT_SCALE else served.kernel
+                owner = served.path if name == INPUT_SCALE else (served.kernel, served.cut)
                 own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
             setattr(module, served.path[-1], nnx.data(FrozenOp(op.row, served, own)))
     for module in nodes_of(copy, nnx.Module).values():

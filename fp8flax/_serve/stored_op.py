@@ -11,9 +11,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, st
 from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.op import MissingStateError, Op
 from fp8flax._core.ops.stored import StoredContraction, frozen, packed_kernel
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, Quantizer
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
@@ -34,7 +33,7 @@ from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import MOVEMENTS, Origin
+from fp8flax._model.param_origin import MOVEMENTS, Origin, hold_each_once
 from fp8flax._train.check import warn_if_damaged
 
 Arrays = dict[Path, jax.Array]
@@ -73,7 +72,7 @@ class ServedOp(NamedTuple):
     scales: tuple[str, ...] = ()
     """The names of its scales in the variables."""
     kernel: Path | None = None
-    """The path of the parameter in FP8 that is the kernel."""
+    """The path of the parameter in FP8 that is the kernel, or that the kernel is a slice of."""
     layout: Groups | None = None
     """The output dimensions and the summed dimensions of the kernel.
 
@@ -83,6 +82,8 @@ class ServedOp(NamedTuple):
     """The dtype of the kernel before it was stored."""
     stack: tuple[int, ...] = ()
     """The axes along which layers are stacked in the kernel. In the scales they are always the first."""
+    cut: tuple[int, int, int] | None = None
+    """The axis, the start and the end, if the kernel is a slice of the parameter."""
 
 
 class Reading(Interception):
@@ -132,15 +133,6 @@ def record(
     return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
-class Stored(NamedTuple):
-    """The kernel of an op in a frozen model."""
-
-    codes: jax.Array
-    scales: dict[str, jax.Array]
-    op: ServedOp
-    """The description of the op, which lacks its path and the names of its scales."""
-
-
 def freeze_ops(
     seen: Mapping[Path, SeenOp],
     read: Collection[Path],
@@ -162,28 +154,34 @@ def freeze_ops(
             "other methods run its FP8 ops, pass their inputs: freeze(…, methods={'decode': (z,)}). Call "
             "freeze outside of autocast(enabled=False)."
         )
-    delayed, groups = _delayed_scales(seen, state), dict[Any, list[Path]]()
+    delayed, users = _delayed_scales(seen, state), dict[Path, dict[Any, list[Path]]]()
     for path, op in seen.items():
         dims = op.plan and op.plan.dimension_numbers
         key = (op.row, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
-        groups.setdefault(key if may_share else path, []).append(path)
-    uses = Counter([*read, *(x.path for first, *_ in groups.values() for x in seen[first].kernel.sources)])
-    kernels = dict[Path, Stored | str | None]()
-    for paths in groups.values():
-        of_ops = [delayed[path] for path in paths]
-        kernels |= dict.fromkeys(paths, _stored(seen[paths[0]], of_ops, params, uses))
-    ops, codes, scales = list[ServedOp](), Arrays(), Arrays()
+        for source in op.kernel.sources:
+            if op.gemms.forward.rhs is None:  # the op reads a wide kernel
+                read = {*read, source.path}
+            else:
+                users.setdefault(source.path, {}).setdefault(key if may_share else path, []).append(path)
+    stored, ops, codes, scales = dict[Path, Stored](), list[ServedOp](), Arrays(), Arrays()
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
-    for path, kernel in kernels.items():
-        op = seen[path]
-        if isinstance(kernel, Stored):
-            own = delayed[path] | kernel.scales
-            ops.append(kernel.op._replace(path=path, gemms=op.gemms, scales=tuple(own)))
-            codes[op.kernel.sources[0].path] = kernel.codes
+    for name, by_key in users.items():
+        groups = sorted(by_key.values(), key=lambda paths: seen[paths[0]].kernel.cut or ())
+        of_ops = [[delayed[path] for path in paths] for paths in groups]
+        made = _stored([seen[paths[0]] for paths in groups], of_ops, params[name], name in read)
+        if isinstance(made, str):
+            wide[name] = made
+        else:
+            codes[name], kernels = made
+            stored |= {path: kernel for paths, kernel in zip(groups, kernels) for path in paths}
+    for path, op in seen.items():
+        if path in stored:
+            of_kernel, served = stored[path]
+            own = delayed[path] | of_kernel
+            ops.append(served._replace(path=path, gemms=op.gemms, scales=tuple(own)))
             scales |= {(*path, name): x for name, x in own.items()}
         else:
             ops.append(ServedOp(path, CustomRecipe() if op.gemms is WEIGHT_ONLY else op.gemms))
-            wide |= {source.path: kernel for source in op.kernel.sources if kernel}
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -220,56 +218,76 @@ def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, di
     return scales
 
 
-def _stored(
-    op: SeenOp,
-    delayed: Sequence[Mapping[str, jax.Array]],
-    params: Mapping[Path, jax.Array],
-    uses: Mapping[Path, int],
-) -> Stored | str | None:
-    """Returns the kernel of an op, or of several with ``delayed`` scales, in a frozen model.
+Stored: TypeAlias = tuple[dict[str, jax.Array], ServedOp]
+"""The scales of a kernel, and the description of its op without its path, recipe and names of scales."""
 
-    If it stays wide, returns the reason; None if it is not quantized, or no parameter.
+
+def _stored(
+    ops: Sequence[SeenOp],
+    delayed: Sequence[Sequence[Mapping[str, jax.Array]]],
+    parameter: jax.Array,
+    is_read: bool,
+) -> tuple[jax.Array, list[Stored]] | str:
+    """Returns the codes of a parameter, and the kernel of each op that multiplies by it.
+
+    If the parameter stays wide, returns the reason. ``ops`` are in the order of their slices. ``delayed``
+    are the scales of each op, or of several that share a kernel. ``is_read`` is whether other code reads
+    the parameter.
     """
-    plan, quantizer = op.plan, op.gemms.forward.rhs
-    if quantizer is None or not op.kernel.sources:
-        return None
-    if plan is None:
-        return "it is the kernel of a convolution"
-    if not op.kernel.is_whole_parameter:
-        return "its matmul does not multiply by this parameter as a whole"
-    source = op.kernel.sources[0]
-    if uses[source.path] > 1:
-        return "something else reads it, or changes it"
-    (contract, _), _ = plan.dimension_numbers
-    if reason := quantizer.why_not_stored(math.prod(plan.lhs.shape[i] for i in contract)):
+    if reason := _why_wide(ops, is_read):
         return reason
-    parameter = params[source.path]
-    stacks = _stacks(op, parameter.shape, [x.shape for x in delayed[0].values()])
-    if len(stacks) != 1:
+    shapes = [x.shape for of_op in delayed for x in of_op[0].values()]
+    if len(stacks := _stacks(ops[0], parameter.shape, shapes)) != 1:
         return "its shape and its state do not show along which axes loops stack it (in NNX only the first)"
-    (stack,), kernel = stacks, op.kernel
-    of_kernel = [scales[KERNEL_SCALE] for scales in delayed if KERNEL_SCALE in scales]
+    (stack,) = stacks
+    scales = list[jax.Array | None]()
+    for of_op in delayed:
+        known = [names[KERNEL_SCALE] for names in of_op if KERNEL_SCALE in names]
+        scales.append(functools.reduce(jnp.maximum, known) if known else None)
     is_known = isinstance(parameter, jax.Array) and not isinstance(parameter, jax.core.Tracer)
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
     # Without the path, equal layers have one program.
-    how = kernel._replace(sources=(source._replace(path=()),)), plan, stack
-    scale = functools.reduce(jnp.maximum, of_kernel) if of_kernel else None
-    quantize = jax.jit(_quantized, static_argnums=(0, 1, 2), **places)
-    codes, scales = quantize(*how, parameter, scale)
-    layout, dtype = _layout(kernel, plan, stack), jnp.result_type(parameter)
-    return Stored(codes, scales, ServedOp((), op.gemms, (), source.path, layout, dtype, stack))
+    source, plans = ops[0].kernel.sources[0], [cast(StoredContraction, op.plan) for op in ops]
+    kernels = [op.kernel._replace(sources=(source._replace(path=()),)) for op in ops]
+    quantize = jax.jit(_quantized, static_argnums=(0, 1), **places)
+    codes, made = quantize(tuple(zip(kernels, plans)), stack, parameter, scales)
+    kinds = {(op.gemms.forward, _layout(op.kernel, plan, stack)) for op, plan in zip(ops, plans)}
+    layout = kinds.pop()[1] if len(kinds) == 1 else None
+    served = ServedOp((), CustomRecipe(), (), source.path, layout, jnp.result_type(parameter), stack)
+    return codes, [(own, served._replace(cut=kernel.cut)) for own, kernel in zip(made, kernels)]
+
+
+def _why_wide(ops: Sequence[SeenOp], is_read: bool) -> str | None:
+    """Returns why a parameter that ops multiply by cannot be stored; None if it can be."""
+    if any(op.plan is None for op in ops):
+        return "it is the kernel of a convolution"
+    is_once = hold_each_once([op.kernel for op in ops])
+    if not is_once and any(op.kernel.cut or op.kernel.steps is None for op in ops):
+        return (
+            "its matmul does not multiply by this parameter as a whole, or by one of the slices that "
+            "divide it along one axis"
+        )
+    if is_read or not is_once:
+        return "something else reads it, or changes it"
+    for op in ops:
+        plan, quantizer = cast(StoredContraction, op.plan), cast(Quantizer, op.gemms.forward.rhs)
+        (contract, _), _ = plan.dimension_numbers
+        if reason := quantizer.why_not_stored(math.prod(plan.lhs.shape[i] for i in contract)):
+            return reason
+    return None
 
 
 def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
-    """Returns the axes along which layers may be stacked in a kernel, for each possibility.
+    """Returns the axes along which layers may be stacked in a parameter, for each possibility.
 
     ``whole`` is the shape of the parameter, and ``scales`` are the shapes of the delayed scales, which must
-    be stacked in the same order.
+    be stacked in the same order. ``op`` is one of the ops that multiply by it.
     """
     part = tuple(op.kernel.sources[0].shape)
-    experts = part[:1] if op.row.is_stack else ()  # their kernels have a scale each
+    # The kernels of experts have a scale each.
+    experts = cast(StoredContraction, op.plan).rhs.shape[:1] if op.row.is_stack else ()
 
     def fits(stack: Shape) -> bool:
         sizes = tuple(whole[i] for i in stack)
@@ -281,25 +299,34 @@ def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
 
 
 def _quantized(
-    origin: Origin, plan: StoredContraction, stack: Shape, parameter: jax.Array, scale: jax.Array | None
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the codes of a kernel in the places of its parameter, and its scales.
+    kernels: Sequence[tuple[Origin, StoredContraction]],
+    stack: Shape,
+    parameter: jax.Array,
+    scales: Sequence[jax.Array | None],
+) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+    """Returns the codes of a parameter, and the scales of each kernel that it holds.
 
-    ``scale`` is the scale that the scaling state determines, if it does.
+    ``scales`` are those that the scaling state determines, if it does.
     """
 
-    def of_one(parameter: jax.Array, scale: jax.Array | None) -> Any:
-        packed = packed_kernel(plan, origin.rebuild(parameter).astype(plan.rhs.dtype), scale)
-        scales = {KERNEL_SCALE: packed.scale}
-        if packed.tensor_scale is not None:
-            scales[KERNEL_TENSOR_SCALE] = packed.tensor_scale
-        # A scalar scale is stored in the shape (1,), as the scaling state has it.
-        return origin.into_parameter(packed.codes), jax.tree.map(jnp.atleast_1d, scales)
+    def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
+        codes, of_kernels = [], []
+        for (origin, plan), scale in zip(kernels, scales):
+            kernel = origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype)
+            packed = packed_kernel(plan, kernel, scale)
+            own = {KERNEL_SCALE: packed.scale}
+            if packed.tensor_scale is not None:
+                own[KERNEL_TENSOR_SCALE] = packed.tensor_scale
+            codes.append(origin.into_parameter(packed.codes))
+            # A scalar scale is stored in the shape (1,), as the scaling state has it.
+            of_kernels.append(jax.tree.map(jnp.atleast_1d, own))
+        cut = kernels[0][0].cut
+        return jnp.concatenate(codes, axis=cut[0]) if cut else codes[0], of_kernels
 
     for i, axis in reversed([*enumerate(stack)]):  # scales are stacked along the first axes
         of_one = jax.vmap(of_one, in_axes=(axis - i, 0), out_axes=(axis - i, 0))
-    codes, scales = of_one(parameter, scale)
-    return codes, scales
+    codes, of_kernels = of_one(parameter, scales)
+    return codes, of_kernels
 
 
 def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | None:
@@ -307,6 +334,7 @@ def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | N
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
+    are_first &= kernel.cut is None or (len(plan.rhs.shape) > 1 and not batch)
     # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
     is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
     out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))

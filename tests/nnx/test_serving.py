@@ -573,27 +573,28 @@ def test_freeze_of_a_known_model_under_eval_shape():
 
 
 class Products(nnx.Module):
-    """Kernels that its modules multiply by themselves: several in a module, of a child, and shared."""
+    """Kernels that modules multiply by themselves: several in one, of a child, shared, and slices."""
 
     def __init__(self, seed):
         self.up, self.down = nnx.Param(normal(seed, 16, 8)), nnx.Param(normal(seed, 16, 8))
         self.experts = nnx.Param(normal(seed, 2, 16, 8))
         self.child = nnx.Linear(16, 8, rngs=nnx.Rngs(seed))
-        kernel = nnx.Param(normal(seed, 16, 8))
-        self.last = nnx.Dict(a=Last(kernel), b=Last(kernel))
+        kernel, pair = nnx.Param(normal(seed, 16, 8)), nnx.Param(normal(seed, 2, 16, 8))
+        self.last = nnx.Dict(a=Last(kernel, pair), b=Last(kernel, pair))
+        self.pair = nnx.Param(normal(seed, 16, 2, 8))
 
     def __call__(self, x):
         h = x @ self.up[...] + nnx.tanh(x @ self.down[...]) + x @ self.child.kernel[...]
-        h += self.last.a(x) - self.last.b(3 + x)
+        h += self.last.a(x) - self.last.b(3 + x) + x @ self.pair[:, 0] - x @ self.pair[...][:, 1]
         return jnp.einsum("eri,eio->ro", jnp.stack([x, x]), self.experts[...]) + h
 
 
 class Last(nnx.Module):
-    def __init__(self, kernel):
-        self.kernel_of_all = kernel
+    def __init__(self, kernel, pair):
+        self.kernel_of_all, self.pair_of_all = kernel, pair
 
     def __call__(self, x):
-        return x @ self.kernel_of_all[...]
+        return x @ self.kernel_of_all[...] + x @ self.pair_of_all[0] - x @ self.pair_of_all[1]
 
 
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
@@ -603,7 +604,8 @@ def test_several_kernels_of_a_module_and_shared_ones(recipe, tmp_path):
     options = {"recipe": RECIPES[recipe], "include": ".*", "exclude": "experts"}
     model = fp8.quantize_model(Products(0), ROWS, **options)
     frozen = fp8.freeze(model, ROWS)
-    assert stored(frozen) == {"up", "down", "child/kernel", "last/a/kernel_of_all"}
+    shared = {"last/a/kernel_of_all", "last/a/pair_of_all"}
+    assert stored(frozen) == {"up", "down", "child/kernel", "pair"} | shared
     np.testing.assert_array_equal(frozen(ROWS), model(ROWS))
     assert_found_again(frozen, tmp_path / "a")
 

@@ -1,4 +1,4 @@
-"""Kernels of experts, of ragged dots and of batched matmuls: frozen, written to files, and read back."""
+"""Kernels of experts, of ragged dots, batched matmuls and loops: frozen, in files, and read back."""
 
 import re
 
@@ -12,11 +12,20 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._audit import compiling
-from tests.cases import OWG, assert_same, normal, variables_of
+from tests.cases import OWG, assert_same, largest_array, normal, variables_of
 from tests.serve.net import RECIPES, X, read
+from tests.serve.test_orbax import saved_and_restored
 
 EXPERTS, DEPTH, COLUMNS = 3, 64, 160
 ROWS, SIZES = np.tile(X, (6, 1)), jnp.array([10, 0, 30])  # 48 rows, of which 8 belong to no expert
+
+
+def products(way, rows, kernel):
+    """Returns the rows of each expert times its kernel."""
+    rows = rows.reshape(EXPERTS, -1, DEPTH)
+    if way == "batched":
+        return jnp.einsum("ecd,edf->ecf", rows, kernel)
+    return jnp.stack([x @ kernel[i] for i, x in enumerate(rows)])
 
 
 class Experts(nn.Module):
@@ -28,23 +37,26 @@ class Experts(nn.Module):
     def __call__(self, rows, sizes):
         init = nn.initializers.lecun_normal(batch_axis=0)
         kernel = self.param("kernel", init, (EXPERTS, DEPTH, COLUMNS)).astype(rows.dtype)
-        if self.way == "batched":
-            return jnp.einsum("ecd,edf->ecf", rows.reshape(EXPERTS, -1, DEPTH), kernel)
+        if self.way in ("batched", "loop"):
+            return products(self.way, rows, kernel)
         multiply = fp8.Fp8RaggedDotOp() if self.way == "by hand" else jax.lax.ragged_dot
         return multiply(rows, kernel, sizes)
 
 
 class Stack(nn.Module):
+    way: str = "by hand"
+
     @nn.compact
     def __call__(self, x, sizes):
         axes = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
-        body = nn.scan(lambda layer, x, _: (layer(x, sizes)[:, :DEPTH], None), length=2, **axes)
-        return body(Experts(name="kernel"), x, None)[0]
+        body = nn.scan(lambda layer, x, _: (layer(x, sizes)[..., :DEPTH], None), length=2, **axes)
+        shape = (EXPERTS, -1, DEPTH) if self.way == "loop" else x.shape
+        return body(Experts(self.way, name="kernel"), x.reshape(shape), None)[0]
 
 
 def frozen_experts(way, recipe, x=ROWS):
     """Returns experts in training and frozen, each with its variables."""
-    model = Stack() if way == "stacked" else Experts(way)
+    model = Stack(way[8:] or "by hand") if way.startswith("stacked") else Experts(way)
     model8 = model if way in ("by hand", "stacked") else fp8.quantize_model(model, include="")
     variables = variables_of(model8, x, SIZES)
     if recipe == "delayed":
@@ -65,6 +77,11 @@ def frozen_experts(way, recipe, x=ROWS):
         ("batched", "block128", "weight_scale_inv", (EXPERTS, 2, 1)),
         ("batched", "nvfp4", "weight_global_scale", (EXPERTS, 1)),
         ("stacked", "delayed", "weight_scale", (2, EXPERTS, 1)),
+        ("loop", "delayed", "weight_scale", (EXPERTS, 1)),
+        ("loop", "mxfp8", "weight_scale", (EXPERTS, COLUMNS, 2)),
+        ("loop", "nvfp4", "weight_global_scale", (EXPERTS, 1)),
+        ("stacked loop", "delayed", "weight_scale", (2, EXPERTS, 1)),
+        ("stacked loop", "block128", "weight_scale_inv", (2, EXPERTS, 2, 1)),
     ],
 )
 def test_experts(way, recipe, name, shape, tmp_path):
@@ -108,14 +125,21 @@ class NnxExperts(nnx.Module):
             self.op = fp8nnx.Fp8RaggedDotOp(EXPERTS, recipe=recipe)
 
     def __call__(self, rows):
-        if self.way == "batched":
-            return jnp.einsum("ecd,edf->ecf", rows.reshape(EXPERTS, -1, DEPTH), self.kernel[...])
+        if self.way in ("batched", "loop"):
+            return products(self.way, rows, self.kernel[...] if self.way == "batched" else self.kernel)
         multiply = self.op if self.way == "by hand" else jax.lax.ragged_dot
         return multiply(rows, self.kernel[...], SIZES)
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [("by hand", "delayed"), ("converted", "block128"), ("batched", "axiswise")]
+    ("way", "recipe"),
+    [
+        ("by hand", "delayed"),
+        ("converted", "block128"),
+        ("batched", "axiswise"),
+        ("loop", "delayed"),
+        ("loop", "axiswise"),
+    ],
 )
 def test_experts_of_nnx(way, recipe, tmp_path):
     """The bits of training, also after the file is read back."""
@@ -132,12 +156,61 @@ def test_experts_of_nnx(way, recipe, tmp_path):
     np.testing.assert_array_equal(*(nnx.jit(lambda model: model(ROWS))(each) for each in (frozen, model)))
 
 
-@pytest.mark.parametrize("recipe", ["current", "block128", "weight_only"])
-def test_no_kernel_of_experts_is_made_wide(gpu, recipe):
+class Routed(nnx.Module):
+    """A mixture of experts as Tunix computes that of Qwen3 without a mesh: two of eight for each token."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(DEPTH, 8, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.gate, self.up = (nnx.Param(rngs.normal((8, DEPTH, COLUMNS)) / 8) for _ in range(2))
+        self.down = nnx.Param(rngs.normal((8, COLUMNS, DEPTH)) / 8)
+
+    def __call__(self, x):
+        weights, places = jax.lax.top_k(jax.nn.softmax(self.router(x)), 2)
+        mask = jax.nn.one_hot(places, 8, dtype=x.dtype).swapaxes(-1, -2)
+        rows, outs = jnp.einsum("btid,btek->bted", x[:, :, None], mask), []
+        for i in range(8):
+            gate, up, down = (jnp.astype(kernel[i], x.dtype) for kernel in (self.gate, self.up, self.down))
+            h = nnx.silu(jnp.einsum("btd,df->btf", rows[:, :, i], gate))
+            h *= jnp.einsum("btd,df->btf", rows[:, :, i], up)
+            outs.append(jnp.einsum("btf,fd->btd", h, down))
+        weights = mask * (weights / jnp.sum(weights, -1, keepdims=True))[:, :, None].astype(x.dtype)
+        return jnp.einsum("bted,btek->btd", jnp.stack(outs, 2), weights)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+def test_a_mixture_of_experts(tmp_path):
+    """It has about a quarter of its bytes, the bits of training, and makes no array of two experts."""
+    x, call = normal(0, 2, 8, DEPTH, dtype=jnp.bfloat16), nnx.jit(lambda model, x: model(x))
+    model = Routed(nnx.Rngs(0))
+    model8 = fp8.quantize_model(model, x, include=".*")
+    assert len(fp8.report(model8, x).converted) == 1 + 3 * 8
+    fp8nnx.calibrate(lambda model, x: model(x), model8, [x])
+    frozen, expected = fp8.freeze(model8, x), call(model8, x)
+    wide, narrow = (sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m))) for m in (model, frozen))
+    assert narrow < 0.3 * wide
+    np.testing.assert_array_equal(call(frozen, x), expected)
+    graphdef, state = nnx.split(frozen)
+    assert largest_array(lambda state, x: nnx.merge(graphdef, state)(x), state, x) < 2 * DEPTH * COLUMNS
+    # Into a model that a new process makes, without values.
+    target = nnx.eval_shape(lambda: fp8.freeze(fp8.quantize_model(Routed(nnx.Rngs(1)), x, include=".*"), x))
+    restored = saved_and_restored(tmp_path, state, nnx.state(target))
+    np.testing.assert_array_equal(call(nnx.merge(nnx.graphdef(target), restored), x), expected)
+    fp8.save_safetensors(tmp_path / "a", frozen)
+    zeros = nnx.merge(graphdef, jax.tree.map(jnp.zeros_like, state))
+    loaded = fp8.load_into(zeros, fp8.read_checkpoint(tmp_path / "a"))
+    np.testing.assert_array_equal(call(loaded, x), expected)
+
+
+CASES = [("stacked", name) for name in ("current", "block128", "weight_only")]
+
+
+@pytest.mark.parametrize(("way", "recipe"), [*CASES, ("stacked loop", "current")])
+def test_no_kernel_of_experts_is_made_wide(gpu, way, recipe):
     """All arrays of a program for an H200 that are as large as the kernels of the experts are codes."""
-    x = normal(0, 512, DEPTH, dtype=jnp.bfloat16)
+    x = normal(0, 528, DEPTH, dtype=jnp.bfloat16)
     with fp8.autocast(recipe=RECIPES.get(recipe, RECIPES["current"])):
-        _, _, serve, served = frozen_experts("stacked", recipe, x)
+        _, _, serve, served = frozen_experts(way, recipe, x)
     target = compiling.find_target("h200")
     program = compiling.compile_for(target, serve.apply, (served, x, SIZES)).as_text()
     arrays = re.findall(r"(\w+)\[([\d,]+)\]", program)

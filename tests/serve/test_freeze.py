@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import flax.linen as nn
@@ -19,7 +20,7 @@ from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._serve import stored_op
 from tests import reference
-from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, assert_same, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
@@ -233,7 +234,7 @@ class Penalized(nn.Module):
 
 
 class Parts(nn.Module):
-    """Kernels that are parts of a parameter, or joined from several; and one that is used twice."""
+    """Kernels that are slices of a parameter, or joined from several; and one that is used twice."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -286,8 +287,84 @@ class MoreDims(nn.Module):
         return jnp.einsum("bi,nio->bno", x, w[None])
 
 
+class Sliced(nn.Module):
+    """A parameter that matmuls multiply by in slices."""
+
+    multiply: Callable
+    shape: tuple = (2, 8, 8)
+
+    @nn.compact
+    def __call__(self, x):
+        return self.multiply(x, self.param("w", nn.initializers.normal(0.3), self.shape))
+
+
+def in_turn(x, kernels):
+    for kernel in kernels:
+        x = nn.tanh(x.astype(kernel.dtype) @ kernel)
+    return x
+
+
+def joined(x, *kernels):
+    return jnp.concatenate([x @ kernel for kernel in kernels], -1)
+
+
+def gated(x, w):
+    gate, up = (lax.ragged_dot(x, part, jnp.array([1, 3])) for part in jnp.split(w, 2, axis=-1))
+    return nn.silu(gate) * up
+
+
+SLICES = {
+    "indices": Sliced(lambda x, w: in_turn(x, (w[0], w[-1], w[0]))),
+    "iterations": Sliced(lambda x, w: in_turn(x, w)),
+    "last axis": Sliced(lambda x, w: in_turn(x, (w[..., 1], w[..., 0])), (8, 8, 2)),
+    "casts": Sliced(lambda x, w: in_turn(x, (w.astype(jnp.bfloat16)[0], w[1].T.astype(jnp.bfloat16)))),
+    "split": Sliced(lambda x, w: joined(x, *jnp.split(w, 3, axis=1)), (8, 24)),
+    "qkv": Sliced(lambda x, w: joined(x, w[:, 12:], w[:, :8], w[:, 8:12]), (8, 16)),
+    "summed": Sliced(lambda x, w: x[:, :3] @ w[:3] + x[:, 3:] @ w[3:], (8, 16)),
+    "under jit": Sliced(jax.jit(lambda x, w: in_turn(x, (w[0], w[1])))),
+    "of experts": Sliced(gated),
+    "batched": Sliced(lambda x, w: in_turn(x[None, None], (w[:, 0], w[:, 1])), (3, 2, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices(name, tmp_path):
+    """Each slice has the scale of its op; all of them are read back from a file."""
+    x = normal(0, 4, 8)
+    serve, served = frozen_alike(*trained(SLICES[name], x), x)
+    assert narrow(served) == {"w"}
+    fp8.save_safetensors(tmp_path / "a", serve, served)
+    zeros = jax.tree.map(jnp.zeros_like, served)
+    assert_same(fp8.load_into(zeros, fp8.read_checkpoint(tmp_path / "a")), served)
+
+
+class OpsOfSlices(nn.Module):
+    """Ops by hand, whose names do not have the slices in them."""
+
+    @nn.compact
+    def __call__(self, x, order=(0, 1)):
+        w = self.param("w", nn.initializers.normal(0.3), (2, 8, 8))
+        ops = [fp8.Fp8DotGeneralOp(name=f"op{i}") for i in range(2)]
+        return sum(op(x, w[i], (((1,), (0,)), ((), ()))) for op, i in zip(ops, order))
+
+
+def test_another_slice_than_was_seen():
+    x = normal(0, 4, 8)
+    serve, served = frozen_alike(*trained(OpsOfSlices(), x), x)
+    with pytest.raises(ValueError, match="did not run with this kernel"):
+        serve.apply(served, x, (1, 0))
+
+
 PART, READ = "its matmul does not multiply", "something else reads it"
-OF_PARTS = dict.fromkeys(("qkv", "layers", "gate", "up"), PART)
+OF_PARTS = dict.fromkeys(("gate", "up"), PART)
+UNSTORED_SLICES = {
+    "overlapping": (lambda x, w: joined(x, w[:, :5], w[:, 4:]), PART),
+    "strided": (lambda x, w: joined(x, w[:, ::2], w[:, 1::2]), PART),
+    "two axes": (lambda x, w: joined(x[:, :4], w[:4, :4], w[:4, 4:]) + x[:, 4:] @ w[4:], PART),
+    "also whole": (lambda x, w: joined(x, w, w[:, :4], w[:, 4:]), PART),
+    "also read": (lambda x, w: joined(x, w[:, :4], w[:, 4:]) * jnp.sum(w[0]), READ),
+    "also by a dynamic index": (lambda x, w: joined(x, w[:4].T, w[4:].T) * w[jnp.argmax(x), 0], READ),
+}
 ROTATING = fp8.NVFP4Quantizer(rotation=True)
 ROTATED = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=ROTATING, rhs=ROTATING))
 STAYS = {
@@ -295,7 +372,11 @@ STAYS = {
     "tied": (TiedEmbedding(), "delayed", {"kernel"}, {"Embed_0/embedding": READ}),
     "hidden": (ReadTwice(), "current", {"alone"}, dict.fromkeys(HIDDEN, READ)),
     "two kernels": (BothHeads(), "delayed", set(), {"OneOp_0/w0": PART, "OneOp_0/w1": PART}),
-    "stacked parts": (StackOfParts(), "axiswise", {"twice"}, OF_PARTS),
+    "stacked parts": (StackOfParts(), "axiswise", {"qkv", "layers", "twice"}, OF_PARTS),
+    **{
+        name: (Sliced(multiply, (8, 8)), "current", set(), {"w": reason})
+        for name, (multiply, reason) in UNSTORED_SLICES.items()
+    },
     "others": (
         NotAsAWhole(),
         "delayed",
