@@ -29,6 +29,10 @@ nvfp4 = fp8.NVFP4BlockScaling() in all 25 layers; nvfp4-mlps = in the 8 of the M
 nearest = without rotation, without stochastic rounding; then-bf16 = the last fifth of the steps, and the
 validation, in bf16.
 
+first-attention-wide, wide-block-0 and others = delayed, with these layers in bf16; wide-forward-input and
+others = delayed, with one operand of one GEMM of all layers not cast to FP8, so that this GEMM runs in
+bf16; rowwise-input = delayed, with a scale for each row of the input in the forward product.
+
 flax-direct, flax-qdq = flax.linen.fp8_ops.Fp8DirectDotGeneralOp and Fp8DotGeneralOp, in Flax's own
 TrainState.
 """
