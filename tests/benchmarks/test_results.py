@@ -63,6 +63,7 @@ def test_losses_are_those_of_the_method_and_of_the_page():
     assert report["question"] == fidelity.QUESTION
     assert set(fidelity.METHOD) <= set(report["method"])
     assert fidelity.table(report["runs"]) in page("accuracy")
+    assert fidelity.table_of_wide(report["runs"]) in page("accuracy")
 
 
 def test_pages_show_the_committed_results():
