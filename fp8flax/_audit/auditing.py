@@ -102,8 +102,8 @@ def assert_fp8(
 
     GEMMs in FP4 count, too.
 
-    GEMMs with ``AuditedGemm.may_be_fp8`` do not count: they have FP8 operands in XLA's own GPU kernels,
-    which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
+    GEMMs with ``AuditedGemm.units == "maybe FP8"`` do not count: they have FP8 operands in XLA's own GPU
+    kernels, which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
     ``fp8_flops_share + maybe_fp8_flops_share`` of its report.
 
     Args:
