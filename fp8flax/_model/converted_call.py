@@ -33,7 +33,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
 from fp8flax._compat.traces import trace_behind, unwatched
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import is_off
 from fp8flax._core.names import (
     BY_OP,
     KERNEL_TENSOR_SCALE,
@@ -113,7 +113,7 @@ class Call(Interception):
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""
         is_plain = self.on_op is None and not self.is_init  # init decides about contractions
-        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
+        if is_plain and is_off():
             return jax.named_scope(SWITCHED_OFF)
         return super().watching()
 
@@ -172,7 +172,7 @@ class Call(Interception):
         site = self.decide(site, kernel)
         if not site.converts:
             return NOT_CONVERTED
-        if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
+        if self.on_op is None and is_off():
             return SWITCHED_OFF
         known = self._kernels.setdefault((*site.path, site.name), site.kernel)
         if known != site.kernel:

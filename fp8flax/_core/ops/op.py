@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from fp8flax._compat.max_dtype import is_max_dtype
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import is_off, recipe_in_use
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.dispatch import warn_if_emulated
 from fp8flax._core.gemm.gemm import GemmSizes
@@ -220,7 +220,7 @@ class OpBase:
     @property
     def _is_off(self) -> bool:
         """Whether FP8 is switched off in a call that runs now."""
-        return self._recipe_in_use() is None
+        return is_off()
 
     @property
     def _run(self) -> Callable[..., jax.Array]:
