@@ -128,8 +128,7 @@ def qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    dot = partial(lax.dot_general, out_sharding=out_sharding)
-    found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
+    found = traced(lax.dot_general, (lhs, rhs), *arguments, out_sharding=out_sharding)
     multiply = lambda lhs, rhs: dot_general_with_precision(lhs, rhs, *arguments)  # noqa: E731
     return FakeQuantized.of((lhs, rhs), found, recipe, multiply=multiply)
 

@@ -68,9 +68,9 @@ Traced: TypeAlias = tuple[jax.core.ShapedArray, dict[str, Any]]
 """The type of the result of a function of ``lax``, and the parameters of its primitive."""
 
 
-def traced(function: Callable[..., jax.Array], *operands: jax.Array) -> Traced:
+def traced(fn: Callable[..., jax.Array], operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> Traced:
     """Traces a function of ``lax``, which raises its own errors, and writes its arguments in full."""
-    program = jax.make_jaxpr(function)(*operands)
+    program = jax.make_jaxpr(lambda *operands: fn(*operands, *args, **kwargs))(*operands)
     return program.out_avals[0], program.eqns[-1].params
 
 

@@ -59,10 +59,6 @@ def _in_windows(lhs: jax.Array, rhs: jax.Array, found: Traced) -> jax.Array | No
     return x
 
 
-def _traced(lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> Traced:
-    return traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
-
-
 def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) -> FakeQuantized:
     """Returns the plan of a convolution that is not a matmul.
 
@@ -85,7 +81,7 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) 
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    out, params = found = _traced(lhs, rhs, *arguments)
+    out, params = found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
 
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
@@ -157,7 +153,7 @@ class Conv(Op):
 
     @classmethod
     def in_fp8(cls, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-        found = _traced(lhs, rhs, *arguments)
+        found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
         if (x := _in_windows(lhs, rhs, found)) is None:
             return super().in_fp8(lhs, rhs, *arguments, **options)
         _, rhs_spec, out_spec = found[1]["dimension_numbers"]
@@ -177,5 +173,5 @@ class Conv(Op):
 
     @staticmethod
     def is_matmul(lhs: jax.Array, rhs: jax.Array, *arguments: object) -> bool:
-        windows = partial(_in_windows, found=_traced(lhs, rhs, *arguments))
-        return jax.eval_shape(windows, lhs, rhs) is not None
+        found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
+        return jax.eval_shape(partial(_in_windows, found=found), lhs, rhs) is not None

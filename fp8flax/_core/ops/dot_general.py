@@ -59,8 +59,7 @@ def dot_plan(
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
     arguments = dimension_numbers, precision, preferred_element_type
-    dot = partial(lax.dot_general, out_sharding=out_sharding)
-    found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
+    found = traced(lax.dot_general, (lhs, rhs), *arguments, out_sharding=out_sharding)
     dims = found[1]["dimension_numbers"]
     return DotContraction.of((lhs, rhs), found, recipe, precision, dimension_numbers=dims)
 

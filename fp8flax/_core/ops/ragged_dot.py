@@ -109,8 +109,7 @@ def ragged_plan(
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    dot = lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type)  # noqa: E731
-    found = traced(dot, lhs, rhs, group_sizes)
+    found = traced(lax.ragged_dot, (lhs, rhs, group_sizes), precision, preferred_element_type)
     return RaggedContraction.of((lhs, rhs), found, recipe, precision, group_sizes=group_sizes)
 
 
