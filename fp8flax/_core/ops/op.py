@@ -174,7 +174,7 @@ def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 class OpBase:
     """Base class of Linen ops and NNX ops, which define ``_value`` and ``_place``."""
 
-    row: ClassVar[type[Op]]
+    row: type[Op]
     """The description of the op."""
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
