@@ -124,8 +124,6 @@ def assert_fp8(
         ... except AssertionError as error:
         ...     print(str(error).splitlines()[0])
         0.0 % of the GEMMs' FLOPs run in FP8; at least 90.0 % were asked for.
-
-    Source: as for ``audit``.
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops must be a share between 0 and 1; got {min_flops}.")

@@ -15,8 +15,6 @@ class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
         >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DirectDotGeneralOp)
         >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
         ['Fp8DirectDotGeneralOp_0']
-
-    Source: ``flax.linen.fp8_ops.Fp8DirectDotGeneralOp``.
     """
 
 

@@ -148,8 +148,6 @@ def einsum(
         >>> x, w, state = jnp.ones((2, 3, 4)), jnp.ones((4, 2, 8)), fp8.init_state()
         >>> fp8.einsum("bsd,dhk->bshk", x, w, state=state).shape
         (2, 3, 2, 8)
-
-    Source: ``jnp.einsum``.
     """
     op = _Call(Einsum, recipe=recipe, state=state, key=key)
     return Einsum.__call__(op, eqn, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
@@ -172,8 +170,6 @@ def ragged_dot(
         >>> x, kernels, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 8)), jnp.array([4, 2])
         >>> fp8.ragged_dot(x, kernels, sizes, state=fp8.init_state(num_experts=2)).shape
         (6, 8)
-
-    Source: ``lax.ragged_dot``.
     """
     op = _Call(RaggedDot, recipe=recipe, state=state)
     return RaggedDot.__call__(op, lhs, rhs, group_sizes, precision, preferred_element_type)

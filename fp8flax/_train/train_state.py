@@ -39,8 +39,6 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         ... )
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([3., 0.], dtype=float32)
-
-    Source: ``flax.training.dynamic_scale.DynamicScale``.
     """
 
     def value_and_grad(
@@ -115,8 +113,6 @@ class TrainState(flax.training.train_state.TrainState):
         >>> state = state.apply_gradients(grads=grads)
         >>> state.params["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([3., 0.], dtype=float32)
-
-    Source: ``flax.training.train_state.TrainState``.
     """
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: PyTree) -> TrainState:
