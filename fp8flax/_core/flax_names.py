@@ -187,8 +187,6 @@ def in_qdq(
         >>> x, scale, history = jnp.array([1.0, -3.0]), jnp.ones((1,)), jnp.zeros((4,))
         >>> jax.grad(f, argnums=(1, 2))(x, scale, history)
         (Array([1.], dtype=float32), Array([3., 0., 0., 0.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     quantizer, inp, state = _checked(q_dtype, inp, "inp", scale, amax_history)
     if is_calibrating():
@@ -216,8 +214,6 @@ def out_qdq(
         ...     return jnp.sum(5 * fp8.out_qdq(jnp.float32, jnp.float8_e5m2, y, scale, history))
         >>> jax.grad(f, argnums=(1, 2))(jnp.ones((2,)), jnp.ones((1,)), jnp.zeros((4,)))
         (Array([1.], dtype=float32), Array([5., 0., 0., 0.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     (new_scale,) = step_scales([quantizer], [state])
@@ -254,8 +250,6 @@ def in_q(
         >>> import jax.numpy as jnp, fp8flax as fp8
         >>> fp8.in_q(jnp.float32, jnp.float8_e4m3fn, jnp.array([0.3]), jnp.ones((1,)), jnp.zeros((4,)))
         (Array([0.3125], dtype=float8_e4m3fn), Array([1.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.in_q``.
     """
     quantizer, inp, state = _checked(q_dtype, lax.stop_gradient(inp), "inp", scale, amax_history)
     if is_calibrating():
@@ -294,8 +288,6 @@ def out_dq(
         >>> import jax.numpy as jnp, fp8flax as fp8
         >>> fp8.out_dq(jnp.float32, jnp.float32(0.5), jnp.float32(4.0), jnp.array([3.0]))
         Array([6.], dtype=float32)
-
-    Source: ``flax.linen.fp8_ops.out_dq``.
     """
     lhs_scale, rhs_scale = (s if is_max_dtype(s) else jnp.asarray(s) for s in (lhs_scale, rhs_scale))
     factor = from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale)

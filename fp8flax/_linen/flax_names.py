@@ -30,8 +30,6 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
         >>> layer = nn.Dense(8, dot_general_cls=fp8.NANOOFp8DotGeneralOp)
         >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
         ['NANOOFp8DotGeneralOp_0']
-
-    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
     """
 
     default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
