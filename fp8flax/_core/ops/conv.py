@@ -129,21 +129,13 @@ class Conv(Op):
     ) -> Float[jax.Array, "*output"]:
         """Convolves the operands in FP8, as ``lax.conv_general_dilated`` does in their own dtypes.
 
+        The arguments are those of ``lax.conv_general_dilated``. ``lhs`` is the input, in bfloat16, float16,
+        float32 or float64, and ``rhs`` is the kernel, in the dtype of ``lhs``.
+
         Args:
-            lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-            rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
-            window_strides: one int for each spatial dimension.
-            padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each
-                spatial dimension.
-            lhs_dilation: one int for each spatial dimension; None for 1.
-            rhs_dilation: one int for each spatial dimension; None for 1.
-            dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
-            feature_group_count: number of groups of features.
-            batch_group_count: number of groups of the batch.
             precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
                 convolutions.
-            preferred_element_type: dtype of the result; None for the dtype of the operands.
-            out_sharding: how to shard the result on a mesh with explicit axes.
+            out_sharding: how to shard the result on a mesh with explicit axes, as in ``Fp8DotGeneralOp``.
         """
         out: jax.Array = self._run(
             *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
