@@ -27,12 +27,7 @@ from fp8flax._core.ops.modes import observed
 from fp8flax._core.options import check_choice
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import (
-    ScalingState,
-    check_state_dtype,
-    step_scales,
-    warn_if_constant_of_loop,
-)
+from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales, warn_if_constant_of_loop
 
 Form: TypeAlias = Literal["direct", "qdq"]
 """How an FP8 matmul is written: GEMMs of codes, or GEMMs of wide operands between quantize-dequantize."""
