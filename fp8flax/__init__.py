@@ -1,8 +1,8 @@
 """FP8 training and inference for Flax Linen and NNX: the public names, in reading order.
 
 A file imports only from its own folder and from the folders before it: ``_compat`` (private parts of
-JAX and Flax), ``_core`` (pure functions of arrays), ``_audit``, ``_linen`` and ``_nnx`` (ops as modules),
-``_model``, ``_train``, ``_serve``, ``nnx`` (public names) and ``demo``.
+JAX and Flax), ``_core`` (all that needs no framework), ``_audit``, ``_linen`` and ``_nnx`` (ops as
+modules), ``_model``, ``_train``, ``_serve``, ``nnx`` (public names) and ``demo``.
 """
 
 # Ops that layers take.

@@ -1,4 +1,6 @@
-"""What ``flax.linen.fp8_ops`` has under the same names, and its way to compute a matmul, ``form="qdq"``.
+"""Functions of ``flax.linen.fp8_ops`` under the same names, and products between casts to FP8 and back.
+
+Such a product is Flax's way to compute a matmul, ``form="qdq"``, and ours for most convolutions.
 
 A cast to FP8 and back counts as the identity in derivatives of any order (straight-through). Scale and amax
 history have no derivative: their "gradients" are their next values. A product between such casts returns

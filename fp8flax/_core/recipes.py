@@ -92,8 +92,9 @@ class GemmRecipe:
 class Recipe:
     """Base class of the six recipes, which say how an FP8 op scales its tensors.
 
-    Only ``DelayedScaling`` has scaling state. With one scale per tensor, or per square block, a tensor is
-    quantized once; otherwise once for each of its two GEMMs, from the wide tensor.
+    Only ``DelayedScaling``, and a ``CustomRecipe`` with a ``DelayedQuantizer``, have scaling state. With
+    one scale per tensor, or per square block, a tensor is quantized once; otherwise once for each of its
+    two GEMMs, from the wide tensor.
 
     To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
 

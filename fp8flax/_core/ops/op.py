@@ -1,4 +1,4 @@
-"""``Op`` describes an op without a framework; ``OpBase`` is the base of all Linen ops and NNX ops."""
+"""``Op`` describes an op without a framework; ``OpBase`` is the base of the ops that a user calls."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 
 
 class OpBase:
-    """Base class of Linen ops and NNX ops, which define ``_value`` and ``_place``."""
+    """Base class of ops for Linen, NNX and plain JAX, which define ``_value``, ``_place`` and ``_key``."""
 
     row: type[Op]
     """The description of the op."""
