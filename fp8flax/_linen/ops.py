@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8flax._core.formats import Format
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.ops.ragged_dot import RaggedDot
+from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op, called
 
 
@@ -157,3 +159,34 @@ OPS: dict[type[Op], type[Fp8Op]] = {
 def row_of(primitive: Any) -> type[Op] | None:
     """Returns the description of the op that computes a JAX primitive, or None."""
     return next((row for row in OPS if row.primitive == primitive.name), None)
+
+
+# Those of ``flax.linen.fp8_ops`` that are ``Fp8DotGeneralOp`` under other names.
+
+
+class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` under the name of Flax's newer op, so that its checkpoints fit.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DirectDotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['Fp8DirectDotGeneralOp_0']
+    """
+
+
+Fp8DotGeneral = Fp8DirectDotGeneralOp
+"""``Fp8DirectDotGeneralOp`` under its name in the Flax FP8 guide."""
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.NANOOFp8DotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['NANOOFp8DotGeneralOp_0']
+    """
+
+    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
