@@ -169,7 +169,7 @@ def counts_of(report: fp8.AuditReport) -> Row:
     return {
         "gemms": report.num_gemms,
         "fp8_gemms": report.num_fp8_gemms,
-        "maybe_fp8_gemms": sum(gemm.may_be_fp8 for gemm in report.gemms),
+        "maybe_fp8_gemms": sum(gemm.units == "maybe FP8" for gemm in report.gemms),
         "kernels": report.num_kernels,
         "launches": report.num_launches,
         "gemm_bytes": report.gemm_bytes,

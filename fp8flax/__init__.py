@@ -1,8 +1,8 @@
 """FP8 training and inference for Flax Linen and NNX: the public names, in reading order.
 
 A file imports only from its own folder and from the folders before it: ``_compat`` (private parts of
-JAX and Flax), ``_core`` (pure functions of arrays), ``_audit``, ``_linen`` and ``_nnx`` (ops as modules),
-``_model``, ``_train``, ``_serve``, ``nnx`` (public names) and ``demo``.
+JAX and Flax), ``_core`` (all that needs no framework), ``_audit``, ``_linen`` and ``_nnx`` (ops as
+modules), ``_model``, ``_train``, ``_serve``, ``nnx`` (public names) and ``demo``.
 """
 
 # Ops that layers take.
@@ -94,9 +94,9 @@ from fp8flax._core.flax_names import out_qdq as out_qdq
 from fp8flax._core.flax_names import qdq as qdq
 from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
 from fp8flax._core.scaling import compute_scale as compute_scale
-from fp8flax._linen.flax_names import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
-from fp8flax._linen.flax_names import Fp8DotGeneral as Fp8DotGeneral
-from fp8flax._linen.flax_names import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
+from fp8flax._linen.ops import Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp
+from fp8flax._linen.ops import Fp8DotGeneral as Fp8DotGeneral
+from fp8flax._linen.ops import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
 from fp8flax._linen.ops import Fp8Einsum as Fp8Einsum
 
 __version__ = "0.1.0"

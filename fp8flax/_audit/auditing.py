@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import compile_for, find_target, is_without_triton
+from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.gemms import gemms_of, with_reason
 from fp8flax._audit.program import bytes_moved, bytes_sent, collective_of, has_codes, parse
 from fp8flax._audit.report import AuditReport, percent
@@ -62,10 +62,8 @@ def audit(
     Source: XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it.
     """
     found = find_target(target)
-    compiled = compile_for(found, fn, args, keywords)
-    text = compiled.as_text() or ""
-    program = parse(text)
-    without_triton = is_without_triton(found, text)
+    compiled, without_triton = compile_for(found, fn, args, keywords)
+    program = parse(compiled.as_text() or "")
     gemms = [gemm for kernel in program.kernels for gemm in gemms_of(kernel)]
     others = [kernel for kernel in program.kernels if next(gemms_of(kernel), None) is None]
     moved = [(bytes_moved(kernel) * kernel.trip_count, has_codes(kernel)) for kernel in others]
@@ -102,8 +100,8 @@ def assert_fp8(
 
     GEMMs in FP4 count, too.
 
-    GEMMs with ``AuditedGemm.may_be_fp8`` do not count: they have FP8 operands in XLA's own GPU kernels,
-    which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
+    GEMMs with ``AuditedGemm.units == "maybe FP8"`` do not count: they have FP8 operands in XLA's own GPU
+    kernels, which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
     ``fp8_flops_share + maybe_fp8_flops_share`` of its report.
 
     Args:
@@ -126,8 +124,6 @@ def assert_fp8(
         ... except AssertionError as error:
         ...     print(str(error).splitlines()[0])
         0.0 % of the GEMMs' FLOPs run in FP8; at least 90.0 % were asked for.
-
-    Source: as for ``audit``.
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops must be a share between 0 and 1; got {min_flops}.")

@@ -163,16 +163,14 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-def is_without_triton(target: Target, text: str) -> bool:
-    """Returns whether XLA must not use Triton, which would get GEMMs that ask for cublasLt in vain."""
-    with compiling_for(target.gpu):
-        return CUBLASLT in text and not takes_algorithms()
-
-
 def compile_for(
     target: Target, fn: Callable[..., object], args: PyTree, keywords: PyTree | None = None
-) -> jax.stages.Compiled:
-    """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
+) -> tuple[jax.stages.Compiled, bool]:
+    """Compiles ``fn(*args, **keywords)``. For errors see ``audit``.
+
+    Also returns whether XLA was not allowed to use Triton, which would get GEMMs that ask for cublasLt in
+    vain.
+    """
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     mesh = target.mesh
     unnamed: jax.sharding.Sharding | None = None
@@ -200,8 +198,8 @@ def compile_for(
         # JAX would lower a program without any sharding for the CPU.
         with jax.default_device(target.device):
             lowered = traced.lower(lowering_platforms=None if target.gpu is None else ("cuda",))
-        text = lowered.as_text(debug_info=True)
-        options = {"xla_gpu_enable_triton_gemm": False} if is_without_triton(target, text) else None
+        without_triton = CUBLASLT in lowered.as_text(debug_info=True) and not takes_algorithms()
+        options = {"xla_gpu_enable_triton_gemm": False} if without_triton else None
         # JAX warns that it cannot load a program for an absent GPU from a persistent cache, and compiles
         # again.
         with warnings.catch_warnings(action="ignore"):
@@ -212,4 +210,4 @@ def compile_for(
             "The arguments do not lie on the mesh that is the target. Give them shardings on it, "
             "jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
         )
-    return compiled
+    return compiled, without_triton

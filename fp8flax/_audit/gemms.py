@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.program import NARROW, SLICES, VIEWS, Instruction, bytes_moved
@@ -46,15 +47,11 @@ class AuditedGemm:
     ``Pallas`` is a GPU kernel of this package. ``other`` is a plain loop."""
     accumulation: str = "default"
     """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
-    is_fp8: bool = False
-    """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
-    is_fp4: bool = False
-    """Whether FP4 units compute the GEMM."""
-    may_be_fp8: bool = False
-    """Whether FP8 units may compute the GEMM on the device.
+    units: Literal["FP8", "maybe FP8", "FP4", ""] = ""
+    """The units that compute the GEMM; ``""`` for those of a wider dtype.
 
-    This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
-    """
+    ``maybe FP8`` is for FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some
+    GPUs."""
     reason: str = ""
     """Why neither FP8 nor FP4 units compute the GEMM, or why that is uncertain; ``""`` if they do."""
     trip_count: int = 1
@@ -65,6 +62,11 @@ class AuditedGemm:
     """JAX's full name of the operation, including what ``path`` leaves out."""
     fp8_sources: tuple[str, ...] = ("", "")
     """For each operand the FP8 or FP4 dtype that it has, or was converted from; ``""`` for none."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Returns whether FP8 units compute the GEMM; False if that is uncertain."""
+        return self.units == "FP8"
 
     @property
     def flops(self) -> int:
@@ -237,18 +239,18 @@ def with_reason(gemm: AuditedGemm, target: Target, *, without_triton: bool) -> A
     CublasLt then has also GEMMs that do not ask for it.
     """
     if _has_operands(gemm, "float4") and gemm.backend == "cuDNN":
-        return dataclasses.replace(gemm, is_fp4=True)
-    is_fp8 = target.has_fp8_units and gemm.backend != "other" and _has_operands(gemm, "float8")
+        return dataclasses.replace(gemm, units="FP4")
+    if not (target.has_fp8_units and gemm.backend != "other" and _has_operands(gemm, "float8")):
+        return dataclasses.replace(gemm, reason=_why_not(gemm, target))
     asks_for_cublaslt = names.CUBLASLT in gemm.op_name.split("/")
     is_tritons = without_triton and gemm.backend == "cublasLt" and not asks_for_cublaslt
-    if is_fp8 and (is_tritons or gemm.backend == "Triton"):
+    if is_tritons or gemm.backend == "Triton":
         reason = (
             "a Triton kernel of XLA reads FP8; the size of its tile decides whether FP8 units multiply, "
             "and XLA chooses the tile by measuring on the device"
         )
-        return dataclasses.replace(gemm, may_be_fp8=True, accumulation="default", reason=reason)
-    reason = "" if is_fp8 else _why_not(gemm, target)
-    return dataclasses.replace(gemm, is_fp8=is_fp8, reason=reason)
+        return dataclasses.replace(gemm, units="maybe FP8", accumulation="default", reason=reason)
+    return dataclasses.replace(gemm, units="FP8")
 
 
 def _has_operands(gemm: AuditedGemm, dtype: str) -> bool:

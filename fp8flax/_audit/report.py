@@ -53,12 +53,12 @@ class AuditReport:
     @property
     def num_fp8_gemms(self) -> int:
         """Returns the number of GEMMs that run in FP8; the body of a loop counts once."""
-        return sum(gemm.is_fp8 for gemm in self.gemms)
+        return self._count("FP8")
 
     @property
     def num_fp4_gemms(self) -> int:
         """Returns the number of GEMMs that run in FP4; the body of a loop counts once."""
-        return sum(gemm.is_fp4 for gemm in self.gemms)
+        return self._count("FP4")
 
     @property
     def flops(self) -> int:
@@ -68,17 +68,17 @@ class AuditReport:
     @property
     def fp8_flops_share(self) -> float:
         """Returns the share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
-        return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
+        return self._share("FP8")
 
     @property
     def fp4_flops_share(self) -> float:
         """Returns the share of ``flops`` that runs in FP4, 0 to 1."""
-        return sum(gemm.flops for gemm in self.gemms if gemm.is_fp4) / max(1, self.flops)
+        return self._share("FP4")
 
     @property
     def maybe_fp8_flops_share(self) -> float:
-        """Returns the share of ``flops`` that may run in FP8 (``AuditedGemm.may_be_fp8``), 0 to 1."""
-        return sum(gemm.flops for gemm in self.gemms if gemm.may_be_fp8) / max(1, self.flops)
+        """Returns the share of ``flops`` that may run in FP8 (``AuditedGemm.units``), 0 to 1."""
+        return self._share("maybe FP8")
 
     @property
     def gemm_bytes(self) -> int:
@@ -109,7 +109,7 @@ class AuditReport:
     @property
     def summary(self) -> str:
         """Returns the result in one sentence."""
-        may = sum(gemm.may_be_fp8 for gemm in self.gemms)
+        may = self._count("maybe FP8")
         maybe = f", {may} may ({percent(self.maybe_fp8_flops_share)})," if may else ""
         share, share_of_fp4 = percent(self.fp8_flops_share), percent(self.fp4_flops_share)
         in_fp4 = f", {self.num_fp4_gemms} in FP4 ({share_of_fp4})," if self.num_fp4_gemms else ""
@@ -117,6 +117,12 @@ class AuditReport:
             f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share} of their FLOPs){in_fp4}"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
+
+    def _count(self, units: str) -> int:
+        return sum(gemm.units == units for gemm in self.gemms)
+
+    def _share(self, units: str) -> float:
+        return sum(gemm.flops for gemm in self.gemms if gemm.units == units) / max(1, self.flops)
 
     def __str__(self) -> str:
         reasons = list(dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason))
@@ -128,7 +134,7 @@ class AuditReport:
 
     def _row(self, gemm: AuditedGemm, reasons: list[str]) -> tuple[str, ...]:
         sizes = [gemm.m, gemm.k, gemm.n] if gemm.batch == 1 else [gemm.batch, gemm.m, gemm.k, gemm.n]
-        dtype = "FP4" if gemm.is_fp4 else "FP8"
+        may = "may " if gemm.units == "maybe FP8" else ""
         dtypes = [_short(dtype) for dtype in (gemm.lhs_dtype, gemm.rhs_dtype, gemm.out_dtype)]
         return (
             gemm.path or "(no name)",
@@ -137,7 +143,7 @@ class AuditReport:
             "{}×{}→{}".format(*dtypes),
             gemm.backend + ("" if gemm.accumulation == "default" else f", {gemm.accumulation}"),
             f"{100 * gemm.flops / max(1, self.flops):.1f}",
-            f"{'may ' * gemm.may_be_fp8}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else dtype,
+            f"{may}[{reasons.index(gemm.reason) + 1}]" if gemm.reason else gemm.units,
         )
 
     def _totals(self) -> list[str]:

@@ -38,7 +38,7 @@ class Rates:
 
     def seconds_of(self, gemm: AuditedGemm, gpu: Gpu) -> float:
         """Returns the time of a GEMM's operations or of its bytes, whichever is longer."""
-        peak = gpu.fp4 if gemm.is_fp4 else gpu.fp8 if gemm.is_fp8 or gemm.may_be_fp8 else 0
+        peak = gpu.fp4 if gemm.units == "FP4" else gpu.fp8 if gemm.units else 0
         if not peak:
             rate = self.wide * gpu.bf16 / (2 if "float32" in (gemm.lhs_dtype, gemm.rhs_dtype) else 1)
         elif gemm.backend == "Pallas":

@@ -121,12 +121,19 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _autocasts.setdefault(ambient, _Autocast(ambient))
 
 
+def _ambient() -> _Ambient:
+    return None if _jit_key.value is None else _jit_key.value.recipe
+
+
+def is_off() -> bool:
+    """Returns whether ``autocast`` has switched FP8 off."""
+    return _ambient() == "off"
+
+
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
     The op's own recipe comes first, then that of ``autocast``, then the default.
     """
-    ambient: _Ambient = None if _jit_key.value is None else _jit_key.value.recipe
-    if ambient == "off":
-        return None
-    return own or ambient or default
+    ambient = _ambient()
+    return None if ambient == "off" else own or ambient or default

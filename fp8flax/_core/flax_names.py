@@ -1,4 +1,6 @@
-"""What ``flax.linen.fp8_ops`` has under the same names, and its way to compute a matmul, ``form="qdq"``.
+"""Functions of ``flax.linen.fp8_ops`` under the same names, and products between casts to FP8 and back.
+
+Such a product is Flax's way to compute a matmul, ``form="qdq"``, and ours for most convolutions.
 
 A cast to FP8 and back counts as the identity in derivatives of any order (straight-through). Scale and amax
 history have no derivative: their "gradients" are their next values. A product between such casts returns
@@ -128,8 +130,7 @@ def qdq_plan(
             f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
             "the op this recipe, or leave form='qdq' out."
         )
-    dot = partial(lax.dot_general, out_sharding=out_sharding)
-    found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
+    found = traced(lax.dot_general, (lhs, rhs), *arguments, out_sharding=out_sharding)
     multiply = lambda lhs, rhs: dot_general_with_precision(lhs, rhs, *arguments)  # noqa: E731
     return FakeQuantized.of((lhs, rhs), found, recipe, multiply=multiply)
 
@@ -188,8 +189,6 @@ def in_qdq(
         >>> x, scale, history = jnp.array([1.0, -3.0]), jnp.ones((1,)), jnp.zeros((4,))
         >>> jax.grad(f, argnums=(1, 2))(x, scale, history)
         (Array([1.], dtype=float32), Array([3., 0., 0., 0.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     quantizer, inp, state = _checked(q_dtype, inp, "inp", scale, amax_history)
     if is_calibrating():
@@ -217,8 +216,6 @@ def out_qdq(
         ...     return jnp.sum(5 * fp8.out_qdq(jnp.float32, jnp.float8_e5m2, y, scale, history))
         >>> jax.grad(f, argnums=(1, 2))(jnp.ones((2,)), jnp.ones((1,)), jnp.zeros((4,)))
         (Array([1.], dtype=float32), Array([5., 0., 0., 0.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     quantizer, out, state = _checked(q_dtype, out, "out", scale, amax_history)
     (new_scale,) = step_scales([quantizer], [state])
@@ -255,8 +252,6 @@ def in_q(
         >>> import jax.numpy as jnp, fp8flax as fp8
         >>> fp8.in_q(jnp.float32, jnp.float8_e4m3fn, jnp.array([0.3]), jnp.ones((1,)), jnp.zeros((4,)))
         (Array([0.3125], dtype=float8_e4m3fn), Array([1.], dtype=float32))
-
-    Source: ``flax.linen.fp8_ops.in_q``.
     """
     quantizer, inp, state = _checked(q_dtype, lax.stop_gradient(inp), "inp", scale, amax_history)
     if is_calibrating():
@@ -295,8 +290,6 @@ def out_dq(
         >>> import jax.numpy as jnp, fp8flax as fp8
         >>> fp8.out_dq(jnp.float32, jnp.float32(0.5), jnp.float32(4.0), jnp.array([3.0]))
         Array([6.], dtype=float32)
-
-    Source: ``flax.linen.fp8_ops.out_dq``.
     """
     lhs_scale, rhs_scale = (s if is_max_dtype(s) else jnp.asarray(s) for s in (lhs_scale, rhs_scale))
     factor = from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale)

@@ -1,4 +1,4 @@
-"""The 8-bit float formats and their limits; no array math."""
+"""The float formats of 8 and of 4 bits, and their limits; no array math."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 _E4M3_FNUZ, _E5M2_FNUZ = np.dtype(jnp.float8_e4m3fnuz), np.dtype(jnp.float8_e5m2fnuz)
 
 FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
-"""The dtypes that a tensor may be quantized to."""
+"""The dtypes of 8 bits that a tensor may be quantized to."""
 
 E5M2, OCP_DTYPES = _E5M2, frozenset((_E4M3, _E5M2))
 """The dtype with more range, and the dtypes that NVIDIA GPUs multiply."""
@@ -67,8 +67,8 @@ def as_fp8_dtype(dtype: DTypeLike, name: str) -> np.dtype:
 
 
 def fp8_max(dtype: DTypeLike) -> float:
-    """Returns the largest finite value of an FP8 dtype as a Python float; raises as ``as_fp8_dtype``."""
-    return float(jnp.finfo(as_fp8_dtype(dtype, "dtype")).max)
+    """Returns the largest finite value of an FP8 dtype, or of e2m1, as a Python float."""
+    return float(jnp.finfo(dtype).max)
 
 
 def is_wide_float(dtype: DTypeLike | None) -> bool:

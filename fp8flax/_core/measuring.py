@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.formats import fp8_max
 from fp8flax._core.nvfp4 import hadamard
 from fp8flax._core.qtensor import Dims, Quantizer
 from fp8flax._core.quantizers import NVFP4Quantizer
@@ -66,7 +67,7 @@ def numbers_of(
     magnitude = jnp.where(is_value, jnp.abs(wide), number(0))
 
     # The values of the largest code show the scale of each element, whatever the layout of the scales.
-    largest_of_dtype = float(jnp.finfo(quantizer.dtype).max)
+    largest_of_dtype = fp8_max(quantizer.dtype)
     largest_code = jnp.full(q.shape, largest_of_dtype, q.codes.dtype)
     largest = jnp.minimum(dataclasses.replace(q, codes=largest_code).dequantize(number), huge)
     largest_of_values = jnp.max(jnp.where(is_value, largest, number(0)), initial=0)

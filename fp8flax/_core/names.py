@@ -8,7 +8,7 @@ FORWARD, DGRAD, WGRAD = "fp8_forward", "fp8_dgrad", "fp8_wgrad"
 """The scopes (``jax.named_scope``) of the three GEMMs of a contraction."""
 
 BY_OP = "fp8_op"
-"""The scope of an FP8 op that ``quantize_model`` put into a model."""
+"""The scope of an FP8 op in NNX, or in a Linen model that ``quantize_model`` converted."""
 
 COUNTED = "fp8_site_"
 """The prefix of the scopes by which ``report`` finds and counts the contractions of a model."""

@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
+from fp8flax._core.formats import E2M1, fp8_max
 from fp8flax._core.gemm.on_shards import NamedDims, on_devices
 from fp8flax._core.qtensor import Given, join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
@@ -22,7 +23,7 @@ from fp8flax._core.shapes import Float, Float32, UInt8
 GROUP = 16
 """The number of contracted elements that share a scale, and that a Hadamard transform mixes."""
 
-_E2M1_MAX, _E4M3_MAX = np.float32(6), np.float32(448)
+_E2M1_MAX, _E4M3_MAX = (np.float32(fp8_max(dtype)) for dtype in (E2M1, jnp.float8_e4m3fn))
 _LARGEST_ENCODING = np.float32(2.0**117)
 """The largest factor before the cast, so that the smallest product of both scales is a normal number."""
 

@@ -76,7 +76,7 @@ class Quantizer:
     """Turns one operand of one GEMM into codes and scales; base class of those in ``quantizers``."""
 
     dtype: Any
-    """The FP8 dtype of the codes: a NumPy dtype, so that equal quantizers compare and hash equal."""
+    """The dtype of the codes, FP8 or e2m1: of NumPy, so that equal quantizers compare and hash equal."""
     block: Any = None
     """With scales per block the ``(rows, columns)`` of a block, see ``BlockQuantizer``; None otherwise."""
     use_power_2_scales: bool = False
@@ -141,7 +141,8 @@ class Quantizer:
     def quantize(self, x: jax.Array, dims: Dims, scale: Given = None, key: Given = None) -> QTensor:
         """Quantizes an operand for one GEMM, which contracts some of its dimensions.
 
-        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
+        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling,
+        but make a block of NVFP4 NaN.
         ``scale`` is the float32 scale of this step, for delayed scaling: one element, or one per stacked
         tensor. ``key`` is a key of ``jax.random``, for stochastic rounding.
         """
@@ -155,7 +156,7 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QTensor:
-    """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
+    """Quantized tensor: FP8 or FP4 codes, scales, and the quantizer that made them (``x ≈ codes * scale``).
 
     ``==`` compares identities, as for other objects that hold arrays. Compare codes and scales instead.
 

@@ -76,11 +76,10 @@ class DelayedQuantizer(Quantizer):
 class CurrentQuantizer(Quantizer):
     """Quantizer with scales from the tensor itself: one per tensor, or one per slice.
 
+    ``granularity`` and ``use_power_2_scales`` are those of ``Float8CurrentScaling``.
+
     Attributes:
         dtype: FP8 dtype of the codes.
-        granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
-            per column of the right operand. Each scale then covers all contracted elements.
-        use_power_2_scales: whether scales are rounded up to powers of two.
         amax_epsilon: lower bound of the amax; a smaller amax counts as this value.
 
     Raises:
@@ -155,9 +154,8 @@ class BlockQuantizer(Quantizer):
             columns run along the contraction.
         scale: ``"e8m0"`` for a power of two in one byte, ``"power_of_two"`` for a power of two in float32,
             or ``"float32"`` for an exact float32 scale. A power of two is 2**-126 or more.
-        scale_rounding: rounding of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the
-            rule of the MX specification (``"e8m0"`` only), by which the largest values of a block may
-            saturate.
+        scale_rounding: rounding of powers of two, as in ``MXFP8BlockScaling``; ``"floor"`` is for
+            ``"e8m0"`` only.
 
     Raises:
         TypeError: a field has the wrong type.

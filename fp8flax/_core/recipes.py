@@ -92,8 +92,9 @@ class GemmRecipe:
 class Recipe:
     """Base class of the six recipes, which say how an FP8 op scales its tensors.
 
-    Only ``DelayedScaling`` has scaling state. With one scale per tensor, or per square block, a tensor is
-    quantized once; otherwise once for each of its two GEMMs, from the wide tensor.
+    Only ``DelayedScaling``, and a ``CustomRecipe`` with a ``DelayedQuantizer``, have scaling state. With
+    one scale per tensor, or per square block, a tensor is quantized once; otherwise once for each of its
+    two GEMMs, from the wide tensor.
 
     To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
 
@@ -271,8 +272,9 @@ class Float8CurrentScaling(Recipe):
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
-        granularity: ``"tensorwise"``, or ``"axiswise"`` for one scale per row of the left operand and per
-            column of the right one. An outlier then spoils its own row only.
+        granularity: ``"tensorwise"`` for one scale, or ``"axiswise"`` for one per row of the left operand
+            and per column of the right one. Each scale then covers all contracted elements, and an outlier
+            spoils its own row only.
         use_power_2_scales: whether scales are rounded up to powers of two.
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
             input is then kept unquantized for the backward pass.

@@ -1,1 +1,1 @@
-"""The Linen ops, and the variables that they declare."""
+"""The Linen ops, the table of all ops, and how calls of models are traced."""

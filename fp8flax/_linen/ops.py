@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8flax._core.formats import Format
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.ops.ragged_dot import RaggedDot
+from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op, called
 
 
@@ -59,11 +61,8 @@ class Fp8DotGeneralOp(Fp8Op):
 class Fp8Einsum(Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
-    The first operand is the input and the second is the kernel, in any order of the result's indices.
-
-    Attributes:
-        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``, as in ``Fp8DotGeneralOp``.
+    The first operand is the input and the second is the kernel, in any order of the result's indices. The
+    attributes ``recipe`` and ``form`` are those of ``Fp8DotGeneralOp``.
 
     Raises:
         TypeError: ``eqn`` is not a string, or an operand is not an array; also as in ``Fp8DotGeneralOp``.
@@ -88,7 +87,8 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """FP8 convolution for Linen layers, called like ``lax.conv_general_dilated``.
 
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
-    The scaling state, and ``autocast(enabled=False)``, are as in ``Fp8DotGeneralOp``.
+    The attribute ``recipe``, the scaling state, and ``autocast(enabled=False)``, are as in
+    ``Fp8DotGeneralOp``.
 
     Some convolutions are matmuls: their windows do not overlap, they have no groups, and their input is not
     dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
@@ -99,9 +99,6 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     convolutions in FP8. Such a convolution has the values of FP8, but the speed and the memory of the
     operands' dtype. It needs a recipe with one scale per tensor, the same in all products
     (``DelayedScaling``, ``Float8CurrentScaling``).
-
-    Attributes:
-        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
 
     Raises:
         ValueError: the convolution is not a matmul and the recipe has several scales, or several
@@ -132,9 +129,8 @@ class Fp8RaggedDotOp(Fp8Op):
     amax history. ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` has shape
     ``(experts, amax_history_len)``. The input and the output gradient have one scale each.
 
-    Attributes:
-        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``. Values with scales per block are
-            multiplied in a wide dtype, except 128-blocks on Hopper.
+    The attribute ``recipe`` is as in ``Fp8DotGeneralOp``. Values with scales per block are multiplied in a
+    wide dtype, except 128-blocks on Hopper.
 
     Raises:
         ValueError: the shapes, or the state and the number of experts, do not fit. Other errors are those
@@ -163,3 +159,34 @@ OPS: dict[type[Op], type[Fp8Op]] = {
 def row_of(primitive: Any) -> type[Op] | None:
     """Returns the description of the op that computes a JAX primitive, or None."""
     return next((row for row in OPS if row.primitive == primitive.name), None)
+
+
+# Those of ``flax.linen.fp8_ops`` that are ``Fp8DotGeneralOp`` under other names.
+
+
+class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` under the name of Flax's newer op, so that its checkpoints fit.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DirectDotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['Fp8DirectDotGeneralOp_0']
+    """
+
+
+Fp8DotGeneral = Fp8DirectDotGeneralOp
+"""``Fp8DirectDotGeneralOp`` under its name in the Flax FP8 guide."""
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.NANOOFp8DotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['NANOOFp8DotGeneralOp_0']
+    """
+
+    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)

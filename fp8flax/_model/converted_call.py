@@ -33,16 +33,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
 from fp8flax._compat.traces import trace_behind, unwatched
-from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.names import (
-    BY_OP,
-    KERNEL_TENSOR_SCALE,
-    NOT_CONVERTED,
-    OVERWRITE_WITH_GRADIENT,
-    PARAMS,
-    STATE_LEAF_NAMES,
-    SWITCHED_OFF,
-)
+from fp8flax._core import names
+from fp8flax._core.autocast import is_off
 from fp8flax._core.ops.op import StateLeaf
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import path_names
@@ -85,7 +77,7 @@ class Call(Interception):
     def take_out(self, variables: Variables) -> Variables:
         """Returns the collections of the method as the caller sees them, if no state is lost."""
         for path in self._made:
-            if _value_at(variables[PARAMS], path[len(self.path) :]) is None:
+            if _value_at(variables[names.PARAMS], path[len(self.path) :]) is None:
                 layer = "/".join(path[:-2])
                 raise ValueError(
                     f"The scaling state of the FP8 op in {layer} is lost in an nn.map_variables around "
@@ -113,8 +105,8 @@ class Call(Interception):
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""
         is_plain = self.on_op is None and not self.is_init  # init decides about contractions
-        if is_plain and recipe_in_use(None, Fp8Op.default_recipe) is None:
-            return jax.named_scope(SWITCHED_OFF)
+        if is_plain and is_off():
+            return jax.named_scope(names.SWITCHED_OFF)
         return super().watching()
 
     def around(self, run: PyTree, args: PyTree, kwargs: PyTree, context: InterceptorContext) -> PyTree:
@@ -124,12 +116,12 @@ class Call(Interception):
             return run(*args, **kwargs)
         if isinstance(module, Fp8Op):
             self.has_ops = True
-            with unwatched(), having(self, is_passing=True), jax.named_scope(BY_OP):
+            with unwatched(), having(self, is_passing=True), jax.named_scope(names.BY_OP):
                 return run(*args, **kwargs)
         if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
-            path = OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
+            path = names.OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
             state = _value_at(split(variables_of(scope.root)), path)
-            variables_of(scope).update({OVERWRITE_WITH_GRADIENT: state} if state else {})
+            variables_of(scope).update({names.OVERWRITE_WITH_GRADIENT: state} if state else {})
         # A method that is called by another method of its module shares the frame of that method.
         outer = self.frames[-1:]
         is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
@@ -140,9 +132,9 @@ class Call(Interception):
 
     def _add_variables(self, scope: flax.core.Scope, variables: Variables) -> None:
         """Records the variables in a scope, if they are those of the model."""
-        names = sorted(variables, key=lambda name: name != PARAMS)  # one array may be in two collections
-        for collection in names if call_of(scope) is self else ():
-            kind = "" if collection == PARAMS else f"a variable of the collection {collection!r}"
+        collections = sorted(variables, key=lambda x: x != names.PARAMS)  # one array may be in two of them
+        for collection in collections if call_of(scope) is self else ():
+            kind = "" if collection == names.PARAMS else f"a variable of the collection {collection!r}"
             leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
 
@@ -171,9 +163,9 @@ class Call(Interception):
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
         site = self.decide(site, kernel)
         if not site.converts:
-            return NOT_CONVERTED
-        if self.on_op is None and recipe_in_use(site.recipe, Fp8Op.default_recipe) is None:
-            return SWITCHED_OFF
+            return names.NOT_CONVERTED
+        if self.on_op is None and is_off():
+            return names.SWITCHED_OFF
         known = self._kernels.setdefault((*site.path, site.name), site.kernel)
         if known != site.kernel:
             raise ValueError(
@@ -200,11 +192,11 @@ class Call(Interception):
         own = (x for x in roots if call_of(x) is self and op.path[: len(x.path)] == x.path)
         root = next(own, default)
         path = _swapped((*op.path, name))[len(root.path) :]
-        value: jax.Array | None = _value_at(variables_of(root), (PARAMS, *path))
-        if value is None and leaf and op.is_initializing() and root.is_mutable_collection(PARAMS):
+        value: jax.Array | None = _value_at(variables_of(root), (names.PARAMS, *path))
+        if value is None and leaf and op.is_initializing() and root.is_mutable_collection(names.PARAMS):
             value = jnp.full(leaf.shape, leaf.fill, jnp.float32)
             ((name, below),) = unflatten_dict({path: value}).items()
-            root.put_variable(PARAMS, name, below)
+            root.put_variable(names.PARAMS, name, below)
             self._made.add((*root.path, *path))
         return value
 
@@ -255,18 +247,18 @@ def _name_in_layer(site: Site, kernel: Origin | None) -> str:
 
 def merged(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the model sees them: with the state among the parameters."""
-    return _moved(variables, OVERWRITE_WITH_GRADIENT, PARAMS)
+    return _moved(variables, names.OVERWRITE_WITH_GRADIENT, names.PARAMS)
 
 
 def split(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the caller sees them: with the state in its own collection."""
-    return _moved(variables, PARAMS, OVERWRITE_WITH_GRADIENT)
+    return _moved(variables, names.PARAMS, names.OVERWRITE_WITH_GRADIENT)
 
 
 def _moved(variables: Variables, here: str, there: str) -> dict[str, PyTree]:
     """Returns variables with the arrays of ops moved to another collection."""
-    leaves = {*STATE_LEAF_NAMES, KERNEL_TENSOR_SCALE}
-    if here == PARAMS:
+    leaves = {*names.STATE_LEAF_NAMES, names.KERNEL_TENSOR_SCALE}
+    if here == names.PARAMS:
         leaves = {name.swapcase() for name in leaves}
     flat: dict[Path, PyTree] = {}
     for path, x in flatten_dict(dict(variables), keep_empty_nodes=True).items():

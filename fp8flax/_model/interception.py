@@ -20,7 +20,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 
@@ -41,6 +41,9 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
 text."""
+
+Restore: TypeAlias = Callable[[jax.Array], jax.Array]
+"""Makes the result of a primitive from the result of its op, if they differ."""
 
 GIVEN = "an op of its own"
 """The reason in reports for an op that the user gave to a layer."""
@@ -80,20 +83,6 @@ class Frame:
     """The trace of JAX that a method of a Linen module runs in."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
-
-
-class Contraction(NamedTuple):
-    """A contraction that a primitive computes, as a call of the op for it: with the kernel on the right."""
-
-    site: Site
-    """Its ``name`` is the part of the op's name that comes from the kernel."""
-    kernel: Origin | None
-    """None for two activations or two parameters."""
-    arguments: tuple[Any, ...]
-    """The arguments of ``Op.plain``, beginning with both operands."""
-    keywords: dict[str, OutSharding]
-    restore: Callable[[jax.Array], jax.Array] | None
-    """Makes the result of the primitive from the result of the op, if they differ."""
 
 
 class Interception:
@@ -161,12 +150,19 @@ class Interception:
                 x.cut = origin.cut
         return results
 
-    def _contraction(self, op_type: type[Op], operands: Operands, params: Params) -> Contraction:
-        """Returns the contraction that a primitive computes."""
+    def _contraction(
+        self, op_type: type[Op], operands: Operands, params: Params
+    ) -> tuple[Site, Origin | None, tuple[Any, ...], dict[str, OutSharding], Restore | None]:
+        """Returns the contraction that a primitive computes, as a call of its op: the kernel on the right.
+
+        The ``name`` of the site is the part of the op's name that comes from the kernel. The origin of the
+        kernel is None for two activations or two parameters. The arguments and the keywords are those of
+        ``Op.plain``.
+        """
         lhs, rhs, *more = operands
         arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
         left, kernel = self.origin_of(lhs), self.origin_of(rhs)
-        restore: Callable[[jax.Array], jax.Array] | None = None
+        restore: Restore | None = None
         if left is not None and kernel is None and op_type.swapped is not None:
             arguments, restore = op_type.swapped(lhs, rhs, *arguments)
             lhs, rhs, left, kernel = rhs, lhs, None, left
@@ -202,7 +198,7 @@ class Interception:
             keywords["out_sharding"] = sharding
         elif sharding is not None:
             restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731
-        return Contraction(site, kernel, (lhs, rhs, *arguments), keywords, restore)
+        return site, kernel, (lhs, rhs, *arguments), keywords, restore
 
     def compute(
         self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params

@@ -19,7 +19,7 @@ from flax import nnx
 
 from fp8flax._compat.flax_internals import change_class, having
 from fp8flax._compat.traces import current_handler, trace_behind, unwatched
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import is_off
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.types import Path
@@ -153,7 +153,7 @@ def _watched(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         run, make_call, call = method.__get__(self, type(self)), self._fp8_make_call, current_handler()
-        if make_call.can_be_off and recipe_in_use(None, Fp8Op.default_recipe) is None:
+        if make_call.can_be_off and is_off():
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
         if type(call) is make_call and id(self) in call.modules:

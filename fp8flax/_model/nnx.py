@@ -34,14 +34,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.eval_init import program_of
 from fp8flax._model.interception import GIVEN, given_site, in_module, scope_in
-from fp8flax._model.module_call import (
-    LeftWide,
-    ModuleCall,
-    attribute_of,
-    has_methods,
-    nodes_of,
-    watch,
-)
+from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site

@@ -34,7 +34,6 @@ class Row:
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
         reason: the rule that converts it, or the reason why it is not converted. An op that exists, but did
             not run in the call, has a row with ``count`` and all sizes 0.
-        flops: FLOPs of all its computations in one forward pass.
         is_fp4: whether its recipe multiplies in FP4 in the forward pass.
     """
 
@@ -47,8 +46,12 @@ class Row:
     count: int
     converted: bool
     reason: str
-    flops: int
     is_fp4: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Returns the FLOPs of all its computations in one forward pass."""
+        return self.count * GemmSizes(self.batch, self.m, self.k, self.n).flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,18 +122,17 @@ def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[s
         counts[key, sizes] += times
     rows = []
     for (site, sizes), count in counts.items():
-        flops = count * sizes.flops
         if not isinstance(site, Site):
             path, reason = site
-            rows.append(Row(path, None, *sizes, count, False, reason, flops))
+            rows.append(Row(path, None, *sizes, count, False, reason))
             continue
         converted, reason = site.converts, site.reason
         recipe = recipe_in_use(site.recipe, DelayedScaling()) if converted else None
         if converted and recipe is None:
             converted, reason = False, f"FP8 is off; otherwise in FP8 {reason}"
         is_fp4 = recipe is not None and getattr(recipe.gemms.forward.lhs, "dtype", None) == E2M1
-        rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, flops, is_fp4))
-    rows += [Row(path, None, 0, 0, 0, 0, 0, False, NOT_RUN, 0) for path in not_run]
+        rows.append(Row(site.place, site.kernel, *sizes, count, converted, reason, is_fp4))
+    rows += [Row(path, None, 0, 0, 0, 0, 0, False, NOT_RUN) for path in not_run]
     return ModelReport(rows=tuple(rows))
 
 

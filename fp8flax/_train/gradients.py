@@ -55,8 +55,6 @@ def value_and_grad(
         >>> state = grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]
         >>> state["input_scale"], state["input_amax_history"][:2]
         (Array([1.], dtype=float32), Array([3., 0.], dtype=float32))
-
-    Source: signature of ``jax.value_and_grad``.
     """
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
@@ -93,8 +91,6 @@ def grad(
         >>> import jax.numpy as jnp, fp8flax as fp8
         >>> fp8.grad(lambda x: x**2)(3.0)
         Array(6., dtype=float32, weak_type=True)
-
-    Source: signature of ``jax.grad``.
     """
     return without_value(value_and_grad(fun, argnums, has_aux, holomorphic, allow_int), has_aux)
 

@@ -69,8 +69,6 @@ def value_and_grad(
         >>> value, grads = fp8nnx.value_and_grad(loss)(layer, jnp.ones((2, 4)))
         >>> grads["dot_general"]["input_amax_history"][:2]
         Array([3., 0.], dtype=float32)
-
-    Source: signature of ``nnx.value_and_grad``.
     """
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
     wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
@@ -132,8 +130,6 @@ def grad(
         >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
         >>> sorted(fp8nnx.grad(lambda layer: jnp.sum(layer(jnp.ones((2, 4)))))(layer))
         ['bias', 'dot_general', 'kernel']
-
-    Source: signature of ``nnx.grad``.
     """
     return without_value(value_and_grad(f, argnums, has_aux, holomorphic, allow_int), has_aux)
 
@@ -220,8 +216,6 @@ class Optimizer(nnx.Optimizer):
         >>> loss = train_step(layer, optimizer, jnp.full((2, 4), 3.0))
         >>> layer.dot_general.input_amax_history.get_value()[:2]
         Array([3., 0.], dtype=float32)
-
-    Source: ``flax.nnx.Optimizer``.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from fp8flax._core.ops.canonical import DimensionNumbers
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import MissingStateError, OpBase, StateLeaf
+from fp8flax._core.ops.op import MissingStateError, Op, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int
 from fp8flax._core.recipes import Recipe
@@ -29,8 +29,15 @@ State: TypeAlias = Mapping[str, jax.Array]
 class _Call(OpBase):
     """An op for one call, whose scaling state and random key are arguments."""
 
-    def __init__(self, *, recipe: Recipe | None, state: State | None = None, key: jax.Array | None = None):
-        self.recipe, self.state, self.key = recipe, state, key
+    def __init__(
+        self,
+        row: type[Op],
+        *,
+        recipe: Recipe | None,
+        state: State | None = None,
+        key: jax.Array | None = None,
+    ) -> None:
+        self.row, self.recipe, self.state, self.key = row, recipe, state, key
         self._check_options()
 
     def _place(self) -> tuple[str, ...]:
@@ -50,18 +57,6 @@ class _Call(OpBase):
                 "pass it as state=. (Recipes without delayed scaling need no state.)"
             )
         return self.state[leaf.name], leaf.name
-
-
-class _Dot(_Call):
-    row, __call__ = DotGeneral, DotGeneral.__call__
-
-
-class _Einsum(_Call):
-    row, __call__ = Einsum, Einsum.__call__
-
-
-class _RaggedDot(_Call):
-    row, __call__ = RaggedDot, RaggedDot.__call__
 
 
 def init_state(recipe: Recipe | None = None, num_experts: int | None = None) -> dict[str, jax.Array]:
@@ -84,7 +79,7 @@ def init_state(recipe: Recipe | None = None, num_experts: int | None = None) -> 
 
     Source: the variables of ``flax.linen.fp8_ops``.
     """
-    op: _Call = _Dot(recipe=recipe) if num_experts is None else _RaggedDot(recipe=recipe)
+    op = _Call(DotGeneral if num_experts is None else RaggedDot, recipe=recipe)
     in_use = op._recipe_in_use()
     kernel = () if num_experts is None else (check_int("num_experts", num_experts, 1),)
     leaves = [] if in_use is None else op._state_leaves(in_use, kernel)
@@ -128,9 +123,10 @@ def dot_general(
 
     Source: ``lax.dot_general``; Micikevicius et al., 2022, arXiv:2209.05433.
     """
-    op = _Dot(recipe=recipe, state=state, key=key)
-    numbers = dimension_numbers, precision, preferred_element_type
-    return op(lhs, rhs, *numbers, out_sharding=out_sharding)
+    op, dims = _Call(DotGeneral, recipe=recipe, state=state, key=key), dimension_numbers
+    return DotGeneral.__call__(
+        op, lhs, rhs, dims, precision, preferred_element_type, out_sharding=out_sharding
+    )
 
 
 def einsum(
@@ -152,11 +148,9 @@ def einsum(
         >>> x, w, state = jnp.ones((2, 3, 4)), jnp.ones((4, 2, 8)), fp8.init_state()
         >>> fp8.einsum("bsd,dhk->bshk", x, w, state=state).shape
         (2, 3, 2, 8)
-
-    Source: ``jnp.einsum``.
     """
-    op = _Einsum(recipe=recipe, state=state, key=key)
-    return op(eqn, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
+    op = _Call(Einsum, recipe=recipe, state=state, key=key)
+    return Einsum.__call__(op, eqn, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
 
 
 def ragged_dot(
@@ -176,11 +170,9 @@ def ragged_dot(
         >>> x, kernels, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 8)), jnp.array([4, 2])
         >>> fp8.ragged_dot(x, kernels, sizes, state=fp8.init_state(num_experts=2)).shape
         (6, 8)
-
-    Source: ``lax.ragged_dot``.
     """
-    op = _RaggedDot(recipe=recipe, state=state)
-    return op(lhs, rhs, group_sizes, precision, preferred_element_type)
+    op = _Call(RaggedDot, recipe=recipe, state=state)
+    return RaggedDot.__call__(op, lhs, rhs, group_sizes, precision, preferred_element_type)
 
 
 def split_state(tree: PyTree) -> tuple[PyTree, PyTree]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.dtypes import float0
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import StateTree, from_max, has_state, map_state, merge_by_max
 from fp8flax._core.types import PyTree
@@ -39,8 +39,6 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         ... )
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([3., 0.], dtype=float32)
-
-    Source: ``flax.training.dynamic_scale.DynamicScale``.
     """
 
     def value_and_grad(
@@ -115,8 +113,6 @@ class TrainState(flax.training.train_state.TrainState):
         >>> state = state.apply_gradients(grads=grads)
         >>> state.params["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([3., 0.], dtype=float32)
-
-    Source: ``flax.training.train_state.TrainState``.
     """
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: PyTree) -> TrainState:
@@ -132,16 +128,16 @@ class TrainState(flax.training.train_state.TrainState):
             ValueError: a gradient is missing, or no step can make the scaling state in it. Under
                 ``jax.jit`` its scales become NaN, so the next loss is NaN; see ``fp8flax.check_state``.
         """
-        if not (isinstance(self.params, Mapping) and "params" in self.params):  # bare parameters
+        if not (isinstance(self.params, Mapping) and PARAMS in self.params):  # bare parameters
             return super().apply_gradients(grads=grads, **kwargs)
-        for name in ("params", OVERWRITE_WITH_GRADIENT):
+        for name in (PARAMS, OVERWRITE_WITH_GRADIENT):
             if name in self.params and name not in grads:
                 raise ValueError(
                     f"grads has no {name!r}, so it would never change. Differentiate with respect to the "
                     "whole of state.params. To keep the old scaling state on purpose, pass it in grads."
                 )
-        updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
-        changed = {"params": optax.apply_updates(self.params["params"], updates)}
+        updates, opt_state = self.tx.update(grads[PARAMS], self.opt_state, self.params[PARAMS])
+        changed = {PARAMS: optax.apply_updates(self.params[PARAMS], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
             old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
             changed |= checked_next_state(old, new)
@@ -168,8 +164,8 @@ class TrainState(flax.training.train_state.TrainState):
             check_function("apply_fn", apply_fn, "model.apply")
         check_optimizer(tx)
         optimized = params
-        if isinstance(params, Mapping) and "params" in params:
-            optimized = params["params"]
+        if isinstance(params, Mapping) and PARAMS in params:
+            optimized = params[PARAMS]
             StateTree.of({OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)})  # checks it
         if has_state(optimized):
             raise ValueError(

@@ -10,15 +10,8 @@ import jax
 from matplotlib.figure import Figure
 
 import fp8flax as fp8
+from fp8flax.demo import training
 from fp8flax.demo.data import Examples
-from fp8flax.demo.training import (
-    PRECISIONS,
-    Task,
-    arguments_of_step,
-    at_real_width,
-    loss_of_step,
-    train_step,
-)
 
 Runs = dict[str, list[dict[str, float]]]
 """What ``train`` yields, by precision."""
@@ -29,30 +22,30 @@ A short run hides most of the gap, because the loss is still far from its end: d
 """
 
 
-def audit(task: Task, precision: str) -> fp8.AuditReport:
+def audit(task: training.Task, precision: str) -> fp8.AuditReport:
     """Audits the training step for an H200."""
-    return fp8.audit(train_step, *arguments_of_step(task, precision), target="h200")
+    return fp8.audit(training.train_step, *training.arguments_of_step(task, precision), target="h200")
 
 
-def mebibytes_kept(task: Task, precision: str) -> float:
+def mebibytes_kept(task: training.Task, precision: str) -> float:
     """Returns the size of all arrays that the forward pass keeps for the backward pass."""
 
     def backward(state: fp8.TrainState, examples: Examples) -> Any:
-        return jax.vjp(lambda variables: loss_of_step(variables, state, examples), state.params)[1]
+        return jax.vjp(lambda variables: training.loss_of_step(variables, state, examples), state.params)[1]
 
-    kept = jax.eval_shape(backward, *arguments_of_step(task, precision))
+    kept = jax.eval_shape(backward, *training.arguments_of_step(task, precision))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 2**20
 
 
-def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
+def write(out: Path, task: training.Task, runs: Runs, options: dict[str, Any]) -> str:
     """Saves the results in the folder ``out``; returns a summary of them."""
-    last = [runs[precision][-1] for precision in PRECISIONS]
+    last = [runs[precision][-1] for precision in training.PRECISIONS]
     figures = {name: [run[name] for run in last] for name in ("validation loss", "validation accuracy")}
     share = fp8.report(task.models["fp8"], task.batch(0, 0).inputs).fp8_share
     figures["share of the matmuls' FLOPs in FP8"] = [0.0, share]
-    figures["MiB kept for the backward pass"] = [mebibytes_kept(task, p) for p in PRECISIONS]
+    figures["MiB kept for the backward pass"] = [mebibytes_kept(task, p) for p in training.PRECISIONS]
     try:
-        speed = _predict(at_real_width(task), figures)
+        speed = _predict(training.at_real_width(task), figures)
     except (ImportError, RuntimeError) as error:  # XLA fails at imdb in bf16: "output tile sizes"
         speed = f"No predicted time of a step on an H200: {str(error)[:200]}"
     out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +53,7 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
         "options": options,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "figures": {name: dict(zip(PRECISIONS, values)) for name, values in figures.items()},
+        "figures": {name: dict(zip(training.PRECISIONS, values)) for name, values in figures.items()},
         "runs": runs,
     }
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -72,9 +65,9 @@ def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
     return f"\n{table}\n\n{remark}" + "\n".join(end)
 
 
-def _predict(task: Task, figures: dict[str, list[float]]) -> str:
+def _predict(task: training.Task, figures: dict[str, list[float]]) -> str:
     """Adds the predicted times of a step to the figures, and returns a line about them."""
-    audits = [audit(task, precision) for precision in PRECISIONS]
+    audits = [audit(task, precision) for precision in training.PRECISIONS]
     bf16, in_fp8 = (1e3 * one.predicted_seconds["total"] for one in audits)
     width = task.models["fp8"].width
     figures[f"predicted ms, H200, width {width}"] = [bf16, in_fp8]
@@ -86,7 +79,7 @@ def _predict(task: Task, figures: dict[str, list[float]]) -> str:
 
 def headline(runs: Runs) -> str:
     """Returns the result as a sentence."""
-    bf16, in_fp8 = (runs[precision][-1] for precision in PRECISIONS)
+    bf16, in_fp8 = (runs[precision][-1] for precision in training.PRECISIONS)
     gap = 100 * (in_fp8["validation loss"] / bf16["validation loss"] - 1)
     side = "below" if gap < 0 else "above"
     return f"After {bf16['step']} steps the loss in FP8 is {abs(gap):.2f} % {side} that in bf16"

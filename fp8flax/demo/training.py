@@ -33,7 +33,7 @@ WIDE = r"block_0/attn"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run of the language model; all of them change its numbers."""
+    """Settings of a run of the language model; the demo itself sets ``steps`` alone."""
 
     steps: int = 300
     batch_size: int = 16

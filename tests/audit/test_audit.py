@@ -74,7 +74,9 @@ def test_plain_dense(gpu):
 def test_flax_direct_op(gpu):
     """XLA's own kernels read FP8, and multiply it in FP8 or in float16: their tile decides."""
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp))
-    assert {(g.out_dtype, g.backend, g.may_be_fp8) for g in report.gemms} == {("bfloat16", "Triton", True)}
+    assert {(g.out_dtype, g.backend, g.units) for g in report.gemms} == {
+        ("bfloat16", "Triton", "maybe FP8")
+    }
     assert all("tile" in g.reason for g in report.gemms)
     assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
     assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
@@ -109,7 +111,7 @@ def test_the_precision_can_stand_for_the_algorithm(gpu, request):
     report = audit(fn, codes, *args)
     assert report.compiled_by != "JAX"
     assert report.num_launches <= expected.num_launches + 1  # cublasLt needs a transposed operand
-    names = "path", "role", "lhs_dtype", "rhs_dtype", "accumulation", "is_fp8", "may_be_fp8", "flops"
+    names = "path", "role", "lhs_dtype", "rhs_dtype", "accumulation", "units", "flops"
     rows, others = ({tuple(getattr(g, n) for n in names) for g in r.gemms} for r in (report, expected))
     assert rows == others
     assert len({row[-2] for row in rows}) == 2
@@ -133,7 +135,7 @@ def test_cublaslt_and_its_accumulation(gpu, preset, accumulation):
     args = struct(512, 256, dtype=E4M3), struct(256, 128, dtype=E5M2)
     (gemm,) = audit(partial(product, preset=preset), *args).gemms
     assert (gemm.is_fp8, gemm.backend, gemm.accumulation) == (True, "cublasLt", accumulation)
-    assert (gemm.path, gemm.role, gemm.reason, gemm.may_be_fp8) == ("layer", "forward", "", False)
+    assert (gemm.path, gemm.role, gemm.reason, gemm.units) == ("layer", "forward", "", "FP8")
     assert (gemm.batch, gemm.m, gemm.k, gemm.n) == (1, 512, 256, 128)
 
 

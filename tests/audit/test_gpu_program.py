@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def compiled(fn, *args):
-    return compile_for(find_target("h200"), fn, args).as_text()
+    return compile_for(find_target("h200"), fn, args)[0].as_text()
 
 
 def audit_of_dense(shape, **options):

@@ -20,12 +20,12 @@ GEMM = AuditedGemm(
     out_dtype="bfloat16",
     backend="cublasLt",
     accumulation="fast",
-    is_fp8=True,
+    units="FP8",
     trip_count=8,
     bytes=3 * MIB,
     op_name="jit(f)/M/up/dot_general",
 )
-WIDE = {"lhs_dtype": "bfloat16", "rhs_dtype": "bfloat16", "is_fp8": False, "reason": "a < b"}
+WIDE = {"lhs_dtype": "bfloat16", "rhs_dtype": "bfloat16", "units": "", "reason": "a < b"}
 OTHER = dataclasses.replace(
     GEMM,
     path="<b>",
@@ -91,7 +91,7 @@ def test_what_is_said_where_it_is_so():
 
 
 def test_fp8_operands_in_triton_only_may_run_in_fp8():
-    triton = dataclasses.replace(GEMM, is_fp8=False, may_be_fp8=True, backend="Triton", reason="the tile")
+    triton = dataclasses.replace(GEMM, units="maybe FP8", backend="Triton", reason="the tile")
     report = dataclasses.replace(REPORT, gemms=(GEMM, triton, triton, OTHER))
     assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (1, 0.25, 0.5)
     assert report.summary == (
@@ -105,7 +105,7 @@ def test_predicted_time():
     rates, bandwidth = Rates(), 4.8e12
     large = dataclasses.replace(GEMM, m=8192, k=8192, n=8192, trip_count=2)
     flops = 2 * 2 * 8192**3 * 4**rates.slowdown  # four times the smallest that was measured
-    chosen = {"is_fp8": False, "may_be_fp8": True, "accumulation": "default"}
+    chosen = {"units": "maybe FP8", "accumulation": "default"}
     for gemm, seconds in (
         (large, flops / (1979e12 * rates.fast)),
         (dataclasses.replace(large, accumulation="exact"), flops / (1979e12 * rates.exact)),
@@ -128,7 +128,7 @@ def test_a_gpu_that_was_not_measured():
 
 
 def test_fp4():
-    in_fp4 = dataclasses.replace(GEMM, is_fp8=False, is_fp4=True, backend="cuDNN", accumulation="default")
+    in_fp4 = dataclasses.replace(GEMM, units="FP4", backend="cuDNN", accumulation="default")
     report = dataclasses.replace(REPORT, gemms=(in_fp4, GEMM, GEMM), target="b200")
     assert (report.num_fp4_gemms, report.num_fp8_gemms) == (1, 2)
     assert "2 of 3 GEMMs run in FP8 (66.7 % of their FLOPs), 1 in FP4 (33.3 %), on" in report.summary
@@ -136,6 +136,6 @@ def test_fp4():
     large = dataclasses.replace(in_fp4, m=2**14, k=2**14, n=2**14, bytes=1)
     times = [
         dataclasses.replace(report, gemms=(gemm,)).predicted_seconds["GEMMs"]
-        for gemm in (large, dataclasses.replace(large, is_fp4=False, is_fp8=True))
+        for gemm in (large, dataclasses.replace(large, units="FP8"))
     ]
     assert 1.9 < times[1] / times[0] < 2.1

@@ -145,7 +145,7 @@ def test_weights_only_reads_the_codes_alone(gpu):
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
     variables = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
     serve, served = fp8.freeze(model, variables, x, weight_only=True)
-    program = compiling.compile_for(compiling.find_target("h200"), serve.apply, (served, x)).as_text()
+    program = compiling.compile_for(compiling.find_target("h200"), serve.apply, (served, x))[0].as_text()
     entry = program[program.index("\nENTRY") :]
     assert "f8e4m3fn[1024,2048]" in entry
     assert "bf16[1024,2048]" not in entry
@@ -158,7 +158,7 @@ def test_no_loop_makes_the_kernels_of_all_layers_wide(gpu):
     shapes = jax.eval_shape(model8.init, jax.random.key(0), x)
     serve, served = fp8.freeze(model8, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
     target = compiling.find_target("h200")
-    program = compiling.compile_for(target, serve.apply, (served, x)).as_text()
+    program = compiling.compile_for(target, serve.apply, (served, x))[0].as_text()
     assert set(re.findall(r"(\w+)\[3,1024,1024\]", program)) == {"f8e4m3fn"}
 
 

@@ -13,12 +13,7 @@ from jax.typing import DTypeLike
 from fp8flax._compat.choice_at_lowering import for_cuda, row_major
 from fp8flax._core.formats import E5M2, OCP_DTYPES
 from fp8flax._core.gemm.gemm import Gemm, GemmSizes, are_positive, scaled
-from fp8flax._core.gemm.gpus import (
-    NATIVE_FP8,
-    compute_capability,
-    is_hopper,
-    takes_algorithms,
-)
+from fp8flax._core.gemm.gpus import NATIVE_FP8, compute_capability, is_hopper, takes_algorithms
 from fp8flax._core.names import CUBLASLT
 from fp8flax._core.qtensor import Dims, QTensor, Quantizer
 

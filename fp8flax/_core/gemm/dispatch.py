@@ -1,4 +1,4 @@
-"""Decides how GEMMs run, and how tensors are quantized for them: the only file that does.
+"""Chooses the backends of GEMMs, and how tensors are quantized in blocks of FP8.
 
 On NVIDIA GPUs a product of FP8 codes runs by the first backend of a table that supports it. ``emulated``
 multiplies the same values if none does, and on all other devices. A backend is added by a file and by its

@@ -60,7 +60,7 @@ class Gemm(NamedTuple):
     has_barrier: bool = False
     """Whether XLA must fuse no later operation into a call of cublasLt; see ``cublaslt``."""
     is_stored: bool = False
-    """Whether the right operand is a frozen kernel, which is stored in the order of its dimensions."""
+    """Whether the right operand is a frozen kernel, multiplied in the order in which it is stored."""
 
     def sizes(self, a: AnyTensor, b: AnyTensor) -> GemmSizes:
         """Returns the sizes of the matrices that are multiplied."""

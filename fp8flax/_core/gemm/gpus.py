@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
@@ -47,94 +48,37 @@ class Gpu:
     """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
 
 
-_L40S = Gpu(
-    name="NVIDIA L40S",
-    compute_capability=8.9,
-    pallas_name="NVIDIA L40",
-    cores=142,
-    clock_ghz=2.52,
-    memory=51_539_607_552,
-    l2_cache=100_663_296,
-    bandwidth=864_000_000_000,
-    bf16=362e12,
-    fp8=733e12,
-    threads_per_core=1536,
-    shared_memory_per_block=101_376,
-    shared_memory_per_core=102_400,
-)
-_H100 = Gpu(
-    name="NVIDIA H100",
-    compute_capability=9.0,
-    cores=132,
-    clock_ghz=1.98,
-    memory=84_978_434_048,
-    l2_cache=52_428_800,
-    bandwidth=3_352_320_000_000,
-    bf16=989e12,
-    fp8=1979e12,
-)
+# fmt: off
+_UNITS = {"compute_capability": 1, "cores": 1, "clock_ghz": 1, "memory": 2**10, "l2_cache": 2**10,
+          "bandwidth": 10**6, "bf16": 1e12, "fp8": 1e12, "fp4": 1e12}
+"""The fields of ``Gpu`` in the rows below, after the name, and the unit of each."""
+
+_ROWS: dict[str, tuple[Any, ...]] = {
+    "a100":    ("A100-SXM4-80GB",    8.0, 108, 1.41,   83_105_536,  40_960, 2_039_040,  312,    0,    0),
+    "l40s":    ("L40S",              8.9, 142, 2.52,   50_331_648,  98_304,   864_000,  362,  733,    0),
+    "rtx4090": ("GeForce RTX 4090",  8.9, 128, 2.52,   25_165_824,  73_728, 1_008_000,  165,  330,    0),
+    "h100":    ("H100",              9.0, 132, 1.98,   82_986_752,  51_200, 3_352_320,  989, 1979,    0),
+    "h200":    ("H200",              9.0, 132, 1.98,  147_221_504,  61_440, 4_800_000,  989, 1979,    0),
+    "b200":    ("B200",             10.0, 148, 1.965, 187_009_024, 129_536, 8_000_000, 2250, 4500, 9000),
+    "rtx5090": ("GeForce RTX 5090", 12.0, 170, 2.407,  33_389_568,  98_304, 1_792_000,  209,  419, 1676),
+}
+# fmt: on
+
+_ADA = {"threads_per_core": 1536, "shared_memory_per_block": 101_376, "shared_memory_per_core": 102_400}
+_OTHERS: dict[str, dict[str, Any]] = {
+    "a100": {"fpus_per_core": 64, "shared_memory_per_block": 166_912, "shared_memory_per_core": 167_936},
+    "l40s": {"pallas_name": "NVIDIA L40", **_ADA},
+    **dict.fromkeys(("rtx4090", "rtx5090"), _ADA),
+}
+"""The fields of ``Gpu`` that differ from the defaults."""
 
 GPUS = {
-    "a100": Gpu(
-        name="NVIDIA A100-SXM4-80GB",
-        compute_capability=8.0,
-        cores=108,
-        clock_ghz=1.41,
-        memory=85_100_068_864,
-        l2_cache=41_943_040,
-        bandwidth=2_039_040_000_000,
-        bf16=312e12,
-        fp8=0.0,
-        fpus_per_core=64,
-        shared_memory_per_block=166_912,
-        shared_memory_per_core=167_936,
-    ),
-    "l40s": _L40S,
-    "rtx4090": dataclasses.replace(
-        _L40S,
-        name="NVIDIA GeForce RTX 4090",
-        pallas_name=None,
-        cores=128,
-        memory=25_769_803_776,
-        l2_cache=75_497_472,
-        bandwidth=1_008_000_000_000,
-        bf16=165e12,
-        fp8=330e12,
-    ),
-    "h100": _H100,
-    "h200": dataclasses.replace(
-        _H100,
-        name="NVIDIA H200",
-        memory=150_754_820_096,
-        l2_cache=62_914_560,
-        bandwidth=4_800_000_000_000,
-    ),
-    "b200": Gpu(
-        name="NVIDIA B200",
-        compute_capability=10.0,
-        cores=148,
-        clock_ghz=1.965,
-        memory=191_497_240_576,
-        l2_cache=132_644_864,
-        bandwidth=8_000_000_000_000,
-        bf16=2250e12,
-        fp8=4500e12,
-        fp4=9000e12,
-    ),
-    "rtx5090": dataclasses.replace(
-        _L40S,
-        name="NVIDIA GeForce RTX 5090",
-        compute_capability=12.0,
-        pallas_name=None,
-        cores=170,
-        clock_ghz=2.407,
-        memory=34_190_917_632,
-        l2_cache=100_663_296,
-        bandwidth=1_792_000_000_000,
-        bf16=209e12,
-        fp8=419e12,
-        fp4=1676e12,
-    ),
+    key: Gpu(
+        name=f"NVIDIA {name}",
+        **{field: unit * x for (field, unit), x in zip(_UNITS.items(), row)},
+        **_OTHERS.get(key, {}),
+    )
+    for key, (name, *row) in _ROWS.items()
 }
 
 

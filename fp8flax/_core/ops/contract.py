@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.gemm.gemm import Gemm
+from fp8flax._core.gemm.gemm import AnyTensor, Gemm
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -58,9 +58,6 @@ States = Mapping[str, ScalingState]
 
 STATELESS: States = {}
 
-Operand: TypeAlias = QTensor | jax.Array
-"""An operand of a product: quantized, or wide."""
-
 Operands: TypeAlias = tuple[jax.Array, jax.Array]
 """The input and the kernel of an op."""
 
@@ -68,9 +65,9 @@ Traced: TypeAlias = tuple[jax.core.ShapedArray, dict[str, Any]]
 """The type of the result of a function of ``lax``, and the parameters of its primitive."""
 
 
-def traced(function: Callable[..., jax.Array], *operands: jax.Array) -> Traced:
+def traced(fn: Callable[..., jax.Array], operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> Traced:
     """Traces a function of ``lax``, which raises its own errors, and writes its arguments in full."""
-    program = jax.make_jaxpr(function)(*operands)
+    program = jax.make_jaxpr(lambda *operands: fn(*operands, *args, **kwargs))(*operands)
     return program.out_avals[0], program.eqns[-1].params
 
 
@@ -130,7 +127,7 @@ class Contraction:
         """Returns a tensor in its own shape. The result of the contraction has the role ``output_grad``."""
         return self.layouts[role].back(x)
 
-    def product(self, name: str, is_stored: bool = False) -> Callable[[Operand, Operand], jax.Array]:
+    def product(self, name: str, is_stored: bool = False) -> Callable[[AnyTensor, AnyTensor], jax.Array]:
         """Returns one of the three products, a function of two canonical operands.
 
         ``FORWARD`` multiplies input and kernel, ``DGRAD`` output gradient and kernel, ``WGRAD`` input and
@@ -184,7 +181,7 @@ class _Residuals(NamedTuple):
     """What the forward pass keeps for the backward pass."""
 
     plan: Contraction
-    kept: tuple[Operand, Operand]
+    kept: tuple[AnyTensor, AnyTensor]
     """Input and kernel, quantized for their products in the backward pass, see ``_operand``; or wide."""
     scales: Scales
     amaxes: Scales
@@ -243,7 +240,7 @@ def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
 # Quantizing.
 
 
-def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> Operand:
+def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> AnyTensor:
     """Returns a tensor quantized for its first product alone; unchanged if the recipe keeps it wide."""
     quantizer, dims = plan.recipe.of_role(role)[0], plan.dims[role]
     keys = _key(plan, role, 0), None
@@ -252,7 +249,7 @@ def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -
 
 def quantized_twice(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
-) -> tuple[Operand, Operand, Scales]:
+) -> tuple[AnyTensor, AnyTensor, Scales]:
     """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
     (one, other), dims = plan.recipe.of_role(role), plan.dims[role]
@@ -290,7 +287,7 @@ def _key(plan: Contraction, role: str, index: int) -> Given:
 
 def _operand(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
-) -> tuple[Operand, QTensor | None, Scales]:
+) -> tuple[AnyTensor, QTensor | None, Scales]:
     """Quantizes an input or kernel.
 
     Returns the operand of the forward product, the residual for the product in the backward pass (None if

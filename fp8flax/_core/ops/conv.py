@@ -59,10 +59,6 @@ def _in_windows(lhs: jax.Array, rhs: jax.Array, found: Traced) -> jax.Array | No
     return x
 
 
-def _traced(lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> Traced:
-    return traced(lambda *operands: lax.conv_general_dilated(*operands, *arguments), lhs, rhs)
-
-
 def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) -> FakeQuantized:
     """Returns the plan of a convolution that is not a matmul.
 
@@ -85,7 +81,7 @@ def _wide_plan(lhs: jax.Array, rhs: jax.Array, *arguments: Any, recipe: Recipe) 
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    out, params = found = _traced(lhs, rhs, *arguments)
+    out, params = found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
 
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
@@ -133,21 +129,13 @@ class Conv(Op):
     ) -> Float[jax.Array, "*output"]:
         """Convolves the operands in FP8, as ``lax.conv_general_dilated`` does in their own dtypes.
 
+        The arguments are those of ``lax.conv_general_dilated``. ``lhs`` is the input, in bfloat16, float16,
+        float32 or float64, and ``rhs`` is the kernel, in the dtype of ``lhs``.
+
         Args:
-            lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-            rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
-            window_strides: one int for each spatial dimension.
-            padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each
-                spatial dimension.
-            lhs_dilation: one int for each spatial dimension; None for 1.
-            rhs_dilation: one int for each spatial dimension; None for 1.
-            dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
-            feature_group_count: number of groups of features.
-            batch_group_count: number of groups of the batch.
             precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
                 convolutions.
-            preferred_element_type: dtype of the result; None for the dtype of the operands.
-            out_sharding: how to shard the result on a mesh with explicit axes.
+            out_sharding: how to shard the result on a mesh with explicit axes, as in ``Fp8DotGeneralOp``.
         """
         out: jax.Array = self._run(
             *(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers),
@@ -157,7 +145,7 @@ class Conv(Op):
 
     @classmethod
     def in_fp8(cls, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-        found = _traced(lhs, rhs, *arguments)
+        found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
         if (x := _in_windows(lhs, rhs, found)) is None:
             return super().in_fp8(lhs, rhs, *arguments, **options)
         _, rhs_spec, out_spec = found[1]["dimension_numbers"]
@@ -177,5 +165,5 @@ class Conv(Op):
 
     @staticmethod
     def is_matmul(lhs: jax.Array, rhs: jax.Array, *arguments: object) -> bool:
-        windows = partial(_in_windows, found=_traced(lhs, rhs, *arguments))
-        return jax.eval_shape(windows, lhs, rhs) is not None
+        found = traced(lax.conv_general_dilated, (lhs, rhs), *arguments)
+        return jax.eval_shape(partial(_in_windows, found=found), lhs, rhs) is not None

@@ -59,8 +59,7 @@ def dot_plan(
 ) -> DotContraction:
     """Returns the plan of a matmul of operands, or of their shapes and dtypes."""
     arguments = dimension_numbers, precision, preferred_element_type
-    dot = partial(lax.dot_general, out_sharding=out_sharding)
-    found = traced(lambda *operands: dot(*operands, *arguments), lhs, rhs)
+    found = traced(lax.dot_general, (lhs, rhs), *arguments, out_sharding=out_sharding)
     dims = found[1]["dimension_numbers"]
     return DotContraction.of((lhs, rhs), found, recipe, precision, dimension_numbers=dims)
 
@@ -88,16 +87,14 @@ class DotGeneral(Op):
     ) -> Float[jax.Array, "*output"]:
         """Multiplies the operands in FP8, as ``lax.dot_general`` does in their own dtypes.
 
+        The arguments are those of ``lax.dot_general``. ``lhs`` is the input and ``rhs`` the kernel, of any
+        shape, in bfloat16, float16, float32 or float64.
+
         Args:
-            lhs: the input, any shape; bfloat16, float16, float32 or float64.
-            rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-            dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
             precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
                 ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
-            preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
-                returns. (For operands of two dtypes this is the wider one; Flax's op casts the input to the
-                kernel's dtype.)
-            out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
+            preferred_element_type: None for the dtype that ``lax.dot_general`` returns. (For operands of
+                two dtypes this is the wider one; Flax's op casts the input to the kernel's dtype.)
         """
         arguments = dimension_numbers, precision, preferred_element_type
         return self._run(lhs, rhs, *arguments, out_sharding=out_sharding)

@@ -41,16 +41,9 @@ class Einsum(DotGeneral):
 
         ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of
         input and kernel. An axis of size 1 broadcasts. Axes that only one operand has, and not the result,
-        are summed first; a sum that overflows becomes NaN.
+        are summed first; a sum that overflows becomes NaN. No index may occur twice within one operand.
 
-        Args:
-            eqn: the equation; no index may occur twice within one operand.
-            lhs: the input, any shape; bfloat16, float16, float32 or float64.
-            rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-            precision: as for ``Fp8DotGeneralOp``.
-            preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general``
-                returns.
-            out_sharding: how to shard the result on a mesh with explicit axes.
+        The other arguments than ``eqn`` are those of ``Fp8DotGeneralOp``.
         """
         if self._is_off:  # JAX's own einsum may multiply and sum in another order
             options = {"precision": precision, "preferred_element_type": preferred_element_type}

@@ -1,4 +1,4 @@
-"""``Op`` describes an op without a framework; ``OpBase`` is the base of all Linen ops and NNX ops."""
+"""``Op`` describes an op without a framework; ``OpBase`` is the base of the ops that a user calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from fp8flax._compat.max_dtype import is_max_dtype
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import is_off, recipe_in_use
 from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.gemm.dispatch import warn_if_emulated
 from fp8flax._core.gemm.gemm import GemmSizes
@@ -27,12 +27,7 @@ from fp8flax._core.ops.modes import observed
 from fp8flax._core.options import check_choice
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import (
-    ScalingState,
-    check_state_dtype,
-    step_scales,
-    warn_if_constant_of_loop,
-)
+from fp8flax._core.state.state import ScalingState, check_state_dtype, step_scales, warn_if_constant_of_loop
 
 Form: TypeAlias = Literal["direct", "qdq"]
 """How an FP8 matmul is written: GEMMs of codes, or GEMMs of wide operands between quantize-dequantize."""
@@ -172,9 +167,9 @@ def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 
 
 class OpBase:
-    """Base class of Linen ops and NNX ops, which define ``_value`` and ``_place``."""
+    """Base class of ops for Linen, NNX and plain JAX, which define ``_value``, ``_place`` and ``_key``."""
 
-    row: ClassVar[type[Op]]
+    row: type[Op]
     """The description of the op."""
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
@@ -220,7 +215,7 @@ class OpBase:
     @property
     def _is_off(self) -> bool:
         """Whether FP8 is switched off in a call that runs now."""
-        return self._recipe_in_use() is None
+        return is_off()
 
     @property
     def _run(self) -> Callable[..., jax.Array]:

@@ -109,8 +109,7 @@ def ragged_plan(
             f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
             "the rows by expert, and stack the kernels."
         )
-    dot = lambda *operands: lax.ragged_dot(*operands, precision, preferred_element_type)  # noqa: E731
-    found = traced(dot, lhs, rhs, group_sizes)
+    found = traced(lax.ragged_dot, (lhs, rhs, group_sizes), precision, preferred_element_type)
     return RaggedContraction.of((lhs, rhs), found, recipe, precision, group_sizes=group_sizes)
 
 
@@ -136,12 +135,12 @@ class RaggedDot(Op):
     ) -> Float[jax.Array, "rows columns"]:
         """Multiplies each row by the kernel of its expert, in FP8.
 
+        The arguments are those of ``lax.ragged_dot``; ``precision`` is as for ``Fp8DotGeneralOp``.
+
         Args:
             lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
             rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
             group_sizes: rows of each expert, ``(experts,)``, integers.
-            precision: as for ``Fp8DotGeneralOp``.
-            preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
         return self._run(lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type)
 

@@ -108,7 +108,7 @@ def test_codes_are_never_multiplied_in_float16():
     """XLA multiplies tiny matrices one element at a time, in float16: 448 * 448 overflows to inf."""
     step = vjp_of(fp8.Float8CurrentScaling(), MATMUL)
     specs = [struct(2, 24), struct(24, 2), struct(2, 2)]
-    program = compiling.compile_for(compiling.find_target("h200"), step, specs)
+    program, _ = compiling.compile_for(compiling.find_target("h200"), step, specs)
     assert "= f16[" not in program.as_text()
 
 
