@@ -1,10 +1,11 @@
-"""Iterates over the equations of a program that JAX has traced (a jaxpr), and of the programs inside it.
+"""Reads a program that JAX has traced (a jaxpr): its equations, and which inputs it needs.
 
-Why: the conversion of a model, and its report, read what a function computes. JAX has no public way to do
-so.
+Why: the conversion of a model, and its report, read what a function computes, and ``freeze`` must know
+whether anything but an FP8 op reads a kernel. JAX has no public way to do so.
 
 Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
-promise that it stays.
+promise that it stays. ``jax._src.interpreters.partial_eval``, whose ``dce_jaxpr`` removes dead code, also
+inside of loops, branches and ``jax.checkpoint``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax._src.interpreters import partial_eval
 from jax.extend import core
 
 Program: TypeAlias = core.ClosedJaxpr
@@ -59,3 +61,10 @@ def equations(
         for inner in (x for each in values for x in each):
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
                 yield from equations(inner, own_scopes, times * length, (*inside, name))
+
+
+def needed_inputs(program: Program) -> list[bool]:
+    """Returns for each input of a closed jaxpr whether a result of the program depends on it."""
+    jaxpr = program.jaxpr
+    _, needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return list(needed)

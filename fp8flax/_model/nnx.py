@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.jaxprs import needed_inputs
 from fp8flax._core.autocast import autocast
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.ops.conv import Conv

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8flax._compat.dead_code import needed_inputs
+from fp8flax._compat.jaxprs import needed_inputs
 from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_variables

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8flax._compat.dead_code import needed_inputs
 from fp8flax._compat.flax_internals import change_class
+from fp8flax._compat.jaxprs import needed_inputs
 from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
