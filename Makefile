@@ -56,6 +56,7 @@ help:
 
 # MaxText lists the packages of every use of it as its requirements. Those that its trainer imports are enough.
 .venv-maxtext/installed: pyproject.toml $(CONSTRAINTS_MAXTEXT)
+	@test -n "$(PYTHON312)" || { echo "Name a Python: make test-maxtext PYTHON312=/path/to/python3.12"; exit 1; }
 	@echo "making .venv-maxtext, once, 1 to 2 minutes"
 	test -x .venv-maxtext/bin/python || $(PYTHON312) -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
