@@ -397,7 +397,7 @@ def levanter(gradient, model):
 
 
 def maxtext(gradient, model):
-    """MaxText 0.2.5: parameters in the carry, the gradients of sums, divided by the number of tokens."""
+    """MaxText 0.2.5, with the state beside its parameters: the gradients of sums, divided by tokens."""
 
     def body(carry, x):
         grads = jax.tree.map(jnp.add, gradient(carry["params"], x), carry["grads"])
@@ -485,6 +485,22 @@ def test_a_mean_of_states_is_seen_under_jit(form, gradient):
     assert jnp.isnan(one_call(after, X))
     with pytest.raises(ValueError, match="fp8/input_amax_history.*the scale is NaN"):
         fp8.check_state(after)
+
+
+def test_a_maximum_of_states_is_the_next_state():
+    """Levanter since 2026-08: each kind of gradient-carried state says how it accumulates."""
+    layer = Linear.of(0, 8, 8)
+
+    def body(carry, x):
+        model, total = carry
+        states, grads = zip(fp8.split_state(total), fp8.split_state(fp8.grad(one_call)(model, x)))
+        state, grads = jax.tree.map(jnp.maximum, *states), jax.tree.map(jnp.add, *grads)
+        return (model, fp8.merge_state(state, grads)), None
+
+    (_, total), _ = jax.jit(partial(lax.scan, body))((layer, zeros(layer)), BATCHES)
+    whole = fp8.grad(one_call)(layer, BATCHES.reshape(-1, 8))
+    for name in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
+        assert_same_bits(total.fp8[name], whole.fp8[name])
 
 
 def test_one_microbatch_is_no_sum():
