@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,7 @@ def has_others() -> bool:
 
 
 def beside_others(row: type[Op], compute: Callable[..., Results], *args: Any, **kwargs: Any) -> jax.Array:
-    """Computes the primitive of a contraction by ``compute``, and what other code adds as that code does."""
+    """Computes the primitive of a contraction by ``compute``, and adds what other code adds."""
     first = int(row is Einsum)  # an equation comes before the operands
     args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
     with running_in(FrontTrace(_InPlace(row, args[first : first + 2], compute))):
@@ -207,7 +207,9 @@ def _beside_others(call: Any) -> Any:
                 out = call(op, *args, **kwargs)
             return [out] if primitive.multiple_results else out
 
-        return beside_others(op.row, compute, *args, **kwargs) if has_others() else call(op, *args, **kwargs)
+        if has_others():
+            return beside_others(op.row, compute, *args, **kwargs)
+        return call(op, *args, **kwargs)
 
     return run
 
