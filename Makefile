@@ -9,9 +9,10 @@ CONSTRAINTS_NEWEST ?= .ci/constraints-newest.txt
 PYTHON312 ?= $(shell .ci/python312)
 CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 CONSTRAINTS_MAXTEXT ?= .ci/constraints-maxtext.txt
+CONSTRAINTS_TRAINERS ?= .ci/constraints-trainers.txt
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help environments demo audit test test-long test-all test-newest test-maxtext lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-collectives bench-recipes bench-gpu what-works notebooks docs dist clean
+.PHONY: help environments demo audit test test-long test-all test-newest test-trainers lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-collectives bench-recipes bench-gpu what-works notebooks docs dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (some minutes on 2 cores)"
@@ -21,7 +22,7 @@ help:
 	@echo "make test-long     the tests of whole models and programs; each takes 2 seconds or more (4 to 10 minutes)"
 	@echo "make test-all      all tests, also those that make test leaves out for their time"
 	@echo "make test-newest   some tests of every folder, on the newest JAX; it needs Python 3.12 or later: PYTHON312=/path/to/python"
-	@echo "make test-maxtext  MaxText's own trainer with our ops, on a CPU; it needs Python 3.12 or later"
+	@echo "make test-trainers Tunix, Equinox and MaxText from the package index, with FP8 (8 minutes, then 2); it needs Python 3.12"
 	@echo "make lint typecheck pytest  the parts of make test"
 	@echo "make bench         the time of training steps on this CPU, beside bf16 and Flax's ops"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, GPU kernels and bytes on an H200, which need not be there"
@@ -56,11 +57,19 @@ help:
 
 # MaxText lists the packages of every use of it as its requirements. Those that its trainer imports are enough.
 .venv-maxtext/installed: pyproject.toml $(CONSTRAINTS_MAXTEXT)
-	@test -n "$(PYTHON312)" || { echo "Name a Python: make test-maxtext PYTHON312=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON312)" || { echo "Name a Python: make test-trainers PYTHON312=/path/to/python3.12"; exit 1; }
 	@echo "making .venv-maxtext, once, 1 to 2 minutes"
 	test -x .venv-maxtext/bin/python || $(PYTHON312) -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --requirement $(CONSTRAINTS_MAXTEXT) --editable .
+	touch $@
+
+.venv-trainers/installed: pyproject.toml $(CONSTRAINTS_TRAINERS)
+	@test -n "$(PYTHON312)" || { echo "The newest JAX needs Python 3.12 or later. Name one: PYTHON312=/path/to/python3.12"; exit 1; }
+	@echo "making .venv-trainers, once, 2 to 4 minutes"
+	test -x .venv-trainers/bin/python || $(PYTHON312) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(CONSTRAINTS_TRAINERS) --editable '.[trainers]'
 	touch $@
 
 .venv-docs/installed: pyproject.toml $(CONSTRAINTS) $(CONSTRAINTS_DOCS)
@@ -110,8 +119,10 @@ FEW = "newest and not long and not all_cells"
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m $(FEW) $(ARGS) tests
 
-test-maxtext: .venv-maxtext/installed
-	.venv-maxtext/bin/python -m pytest --long tests/trainers/test_maxtext.py $(ARGS)
+# Packages of others, as they are in the package index.
+test-trainers: .venv-trainers/installed .venv-maxtext/installed
+	.venv-trainers/bin/python -m pytest $(ARGS) tests/trainers
+	.venv-maxtext/bin/python -m pytest --long $(ARGS) tests/trainers/test_maxtext.py
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)
@@ -155,4 +166,4 @@ format: .venv/installed
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-newest .venv-maxtext .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-docs .venv-maxtext .venv-trainers .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

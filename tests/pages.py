@@ -4,10 +4,19 @@ import re
 
 import jax
 
+from tests import ROOT
+
 
 def examples_of(text):
     """Returns the blocks of code of a page."""
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def examples_for(package):
+    """Returns the blocks of a section of docs/trainers.md, which need a package."""
+    page = (ROOT / "docs/trainers.md").read_text()
+    section = re.search(rf"^## {package}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
+    return re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def run(blocks, name, namespace=None):

@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.jaxprs import needed_inputs
+from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import autocast
 from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.ops.conv import Conv
@@ -39,7 +40,7 @@ from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._nnx import ops
-from fp8flax._nnx.ops import Fp8Op, plain_of
+from fp8flax._nnx.ops import Fp8Op, beside_others, has_others, plain_of
 
 Inputs: TypeAlias = Sequence[PyTree]
 KeywordInputs: TypeAlias = Mapping[str, PyTree]
@@ -154,8 +155,11 @@ class DryRun:
 
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        site = site._replace(in_custom_vjp=any(self.custom_vjps))
-        with jax.named_scope(self._record(site)):
+        scope = self._record(site._replace(in_custom_vjp=any(self.custom_vjps)))
+        if has_others():
+            compute = jax.named_scope(scope)(FrontTrace.compute)
+            return beside_others(site.op, compute, *args, **kwargs)
+        with jax.named_scope(scope):
             return plain_of(site.op)(*args, **kwargs)
 
     def _run_given(self, path: Path, op: Fp8Op, *args: PyTree, **kwargs: PyTree) -> jax.Array:

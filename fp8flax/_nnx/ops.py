@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,26 +162,36 @@ def plain_of(row: type[Op]) -> Callable[..., jax.Array]:
 
 
 class _InPlace:
-    """The handler of a ``FrontTrace`` in which an op computes the primitive of its own operands.
+    """The handler of a ``FrontTrace`` in which the primitive of some operands is computed in another way.
 
     ``jnp.einsum`` is a jitted function, whose primitive has several results.
     """
 
-    def __init__(self, op: Fp8Op, operands: Sequence[Any], compute: Callable[[], jax.Array]) -> None:
-        self.primitive = "jit" if op.row is Einsum else op.row.primitive
+    def __init__(self, row: type[Op], operands: Sequence[Any], compute: Callable[..., Results]) -> None:
+        self.primitive = "jit" if row is Einsum else row.primitive
         self.operands, self.compute = {id(x) for x in operands}, compute
 
     def on_primitive(
         self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
     ) -> Results:
-        if primitive.name != self.primitive or not self.operands <= {id(x) for x in operands}:
-            return front.compute(primitive, operands, params)
-        with running_in(front.behind):
-            out = self.compute()
-        return [out] if primitive.multiple_results else out
+        is_ours = primitive.name == self.primitive and self.operands <= {id(x) for x in operands}
+        return (self.compute if is_ours else FrontTrace.compute)(front, primitive, operands, params)
 
     def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
         return compute()
+
+
+def has_others() -> bool:
+    """Returns whether code has replaced a function of JAX, to add products to those of layers."""
+    return lax.dot_general.__code__ is not _CODE
+
+
+def beside_others(row: type[Op], compute: Callable[..., Results], *args: Any, **kwargs: Any) -> jax.Array:
+    """Computes the primitive of a contraction by ``compute``, and adds what other code adds."""
+    first = int(row is Einsum)  # an equation comes before the operands
+    args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
+    with running_in(FrontTrace(_InPlace(row, args[first : first + 2], compute))):
+        return plain_of(row)(*args, **kwargs)
 
 
 def _beside_others(call: Any) -> Any:
@@ -192,13 +202,14 @@ def _beside_others(call: Any) -> Any:
 
     @functools.wraps(call)
     def run(op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
-        if lax.dot_general.__code__ is _CODE:
-            return cast(jax.Array, call(op, *args, **kwargs))
-        first = int(op.row is Einsum)  # an equation comes before the operands
-        args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
-        in_place = _InPlace(op, args[first : first + 2], lambda: call(op, *args, **kwargs))
-        with running_in(FrontTrace(in_place)):
-            return plain_of(op.row)(*args, **kwargs)
+        def compute(front: FrontTrace, primitive: Primitive, *_: Any) -> Results:
+            with running_in(front.behind):
+                out = call(op, *args, **kwargs)
+            return [out] if primitive.multiple_results else out
+
+        if has_others():
+            return beside_others(op.row, compute, *args, **kwargs)
+        return call(op, *args, **kwargs)
 
     return run
 

@@ -50,6 +50,7 @@ def test_nnx(layer, order, has_inputs):
         model = with_lora(fp8.quantize_model(wide, *inputs, **options), x, rngs=rngs)
     alone = fp8.quantize_model(wide, **ALL)(x)
     assert np.abs(alone - wide(x)).max() > 1e-3
+    assert [row.kernel for row in fp8.report(model, x).converted] == ["layers/0/kernel"]
     np.testing.assert_array_equal(model(x), alone)  # the second factor of an adapter starts with zeros
     second = model.layers[0].kernel_lora_b
     grads = fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)

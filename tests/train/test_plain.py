@@ -92,7 +92,12 @@ def step_of(tx, gradient=None):
 @pytest.mark.usefixtures("promotion_of_users")
 @EACH_RECIPE
 def test_tied_weights_train_as_in_linen(recipe):
-    model, linen, tx = MLP.of(recipe), LinenMLP(recipe), optax.adam(1e-2)
+    train_as_in_linen(MLP.of(recipe), recipe)
+
+
+def train_as_in_linen(model, recipe):
+    """Trains a model like ``MLP`` beside the one of Linen, and compares the bits."""
+    linen, tx = LinenMLP(recipe), optax.adam(1e-2)
     params = {"tied": {"kernel": model.tied.w}, "last": {"kernel": model.layers[0].w}}
     variables = {"params": params}
     if recipe is DELAYED:

@@ -1,4 +1,4 @@
-"""MaxText's own trainer with the FP8 ops of this package; ``make test-maxtext`` installs it."""
+"""MaxText's own trainer with the FP8 ops of this package; ``make test-trainers`` installs it."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import fp8flax as fp8
 from tests import ROOT
 
 maxtext = pytest.importorskip("maxtext")
-PAGE = ROOT / "docs" / "maxtext.md"
+PAGE = ROOT / "docs" / "trainers.md"
 TINY = {
     "run_name": "tiny",
     "base_emb_dim": 32,
