@@ -213,4 +213,7 @@ def test_experts():
     before = nnx.clone(model)
     train(model, BATCHES[:1])
     fp8.check_state(model, before=before)
-    assert_same_bits(fp8.freeze(model, *INPUTS)(*INPUTS)[0], model(*INPUTS)[0])
+    frozen = fp8.freeze(model, *INPUTS)
+    assert_same_bits(frozen(*INPUTS)[0], model(*INPUTS)[0])
+    kernels = [getattr(frozen.layers[0].mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    assert all(kernel.get_raw_value().dtype.itemsize == 1 for kernel in kernels)
