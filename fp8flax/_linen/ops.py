@@ -53,7 +53,7 @@ class Fp8DotGeneralOp(Fp8Op):
     Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    row = DotGeneral
+    op_type = DotGeneral
     form: Form = "direct"
     __call__ = called(DotGeneral)
 
@@ -78,7 +78,7 @@ class Fp8Einsum(Fp8Op):
     Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
-    row = Einsum
+    op_type = Einsum
     form: Form = "direct"
     __call__ = called(Einsum)
 
@@ -114,7 +114,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    row = Conv
+    op_type = Conv
     __call__ = called(Conv)
 
 
@@ -146,19 +146,19 @@ class Fp8RaggedDotOp(Fp8Op):
     Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
-    row = RaggedDot
+    op_type = RaggedDot
     __call__ = called(RaggedDot)
 
 
 OPS: dict[type[Op], type[Fp8Op]] = {
-    op.row: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
+    op.op_type: op for op in (Fp8DotGeneralOp, Fp8Einsum, Fp8ConvGeneralDilatedOp, Fp8RaggedDotOp)
 }
 """The ops by their descriptions: the table of all ops, which conversion and reports read."""
 
 
 def row_of(primitive: Any) -> type[Op] | None:
     """Returns the description of the op that computes a JAX primitive, or None."""
-    return next((row for row in OPS if row.primitive == primitive.name), None)
+    return next((op_type for op_type in OPS if op_type.primitive == primitive.name), None)
 
 
 # Those of ``flax.linen.fp8_ops`` that are ``Fp8DotGeneralOp`` under other names.

@@ -229,7 +229,7 @@ class CountingCall(Call):
         site = given_site(op, op.path[:-1], kernel, *operands)
         self.decided[site.key] = site
         with jax.named_scope(scope_in(self.decided, site)):
-            return op.row.plain(*operands, **keywords)
+            return op.op_type.plain(*operands, **keywords)
 
 
 def _name_in_layer(site: Site, kernel: Origin | None) -> str:

@@ -57,7 +57,7 @@ def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
 def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
     lhs, rhs, *arguments = operands
-    shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.row
+    shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
     sizes = op_type.sizes(*shapes, *arguments)
     site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
     return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)

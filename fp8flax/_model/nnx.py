@@ -166,7 +166,7 @@ class DryRun:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
         with jax.named_scope(self._record(site)):
-            return op.row.plain(*args, **kwargs)
+            return op.op_type.plain(*args, **kwargs)
 
     def scope_of(self, site: Site, kernel: Origin | None) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
@@ -237,7 +237,7 @@ def quantize(
             wide = LeftWide(site.place, plain_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
-        op._scope = "/".join(path[:-1] if path[-1] == op.row.nnx_field else path)
+        op._scope = "/".join(path[:-1] if path[-1] == op.op_type.nnx_field else path)
         op._reason = op._reason or GIVEN
     return copy
 

@@ -156,9 +156,9 @@ _CODE = lax.dot_general.__code__
 """JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
 
 
-def plain_of(row: type[Op]) -> Callable[..., jax.Array]:
+def plain_of(op_type: type[Op]) -> Callable[..., jax.Array]:
     """Returns the function of JAX that an op stands for, for the field of a layer."""
-    return jnp.einsum if row is Einsum else row.plain
+    return jnp.einsum if op_type is Einsum else op_type.plain
 
 
 class _InPlace:
@@ -167,8 +167,8 @@ class _InPlace:
     ``jnp.einsum`` is a jitted function, whose primitive has several results.
     """
 
-    def __init__(self, row: type[Op], operands: Sequence[Any], compute: Callable[..., Results]) -> None:
-        self.primitive = "jit" if row is Einsum else row.primitive
+    def __init__(self, op_type: type[Op], operands: Sequence[Any], compute: Callable[..., Results]) -> None:
+        self.primitive = "jit" if op_type is Einsum else op_type.primitive
         self.operands, self.compute = {id(x) for x in operands}, compute
 
     def on_primitive(
@@ -186,12 +186,14 @@ def has_others() -> bool:
     return lax.dot_general.__code__ is not _CODE
 
 
-def beside_others(row: type[Op], compute: Callable[..., Results], *args: Any, **kwargs: Any) -> jax.Array:
+def beside_others(
+    op_type: type[Op], compute: Callable[..., Results], *args: Any, **kwargs: Any
+) -> jax.Array:
     """Computes the primitive of a contraction by ``compute``, and adds what other code adds."""
-    first = int(row is Einsum)  # an equation comes before the operands
+    first = int(op_type is Einsum)  # an equation comes before the operands
     args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
-    with running_in(FrontTrace(_InPlace(row, args[first : first + 2], compute))):
-        return plain_of(row)(*args, **kwargs)
+    with running_in(FrontTrace(_InPlace(op_type, args[first : first + 2], compute))):
+        return plain_of(op_type)(*args, **kwargs)
 
 
 def _beside_others(call: Any) -> Any:
@@ -208,7 +210,7 @@ def _beside_others(call: Any) -> Any:
             return [out] if primitive.multiple_results else out
 
         if has_others():
-            return beside_others(op.row, compute, *args, **kwargs)
+            return beside_others(op.op_type, compute, *args, **kwargs)
         return call(op, *args, **kwargs)
 
     return run
@@ -239,7 +241,7 @@ class Fp8DotGeneralOp(Fp8Op):
         (1024,)
     """
 
-    row = DotGeneral
+    op_type = DotGeneral
     __call__ = _beside_others(DotGeneral.__call__)
 
 
@@ -253,7 +255,7 @@ class Fp8Einsum(Fp8Op):
         >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
     """
 
-    row = Einsum
+    op_type = Einsum
     __call__ = _beside_others(Einsum.__call__)
 
 
@@ -269,7 +271,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
     """
 
-    row = Conv
+    op_type = Conv
     __call__ = _beside_others(Conv.__call__)
 
 
@@ -286,7 +288,7 @@ class Fp8RaggedDotOp(Fp8Op):
         (2, 1)
     """
 
-    row = RaggedDot
+    op_type = RaggedDot
     __call__ = RaggedDot.__call__
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None):

@@ -71,7 +71,7 @@ def freeze(
                 return compute(*operands, **keywords)
             gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
             kernel = self.origins.of(operands[1])
-            return stored_op.record(seen, op.path, op.row, gemms, kernel, None, *operands, **keywords)
+            return stored_op.record(seen, op.path, op.op_type, gemms, kernel, None, *operands, **keywords)
 
     recording = convert(model, rules, RecordingCall)
     shapes = jax.tree.map(as_struct, unboxed)  # without shardings
@@ -230,4 +230,4 @@ class ServingCall(stored_op.Reading, Call):
             for name, x in found.items()
             if x is not None
         }
-        return stored_op.computed(op.row, served.gemms, scales, lhs, rhs, *rest, **keywords)
+        return stored_op.computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)

@@ -76,8 +76,8 @@ class ServingCall(stored_op.Reading, ModuleCall):
 class FrozenOp(nnx.Module):
     """An op with a kernel that is stored in FP8, and with fixed scales."""
 
-    def __init__(self, row: type[Op], served: ServedOp, scales: Mapping[str, Frozen]):
-        self.row, self.served = row, served
+    def __init__(self, op_type: type[Op], served: ServedOp, scales: Mapping[str, Frozen]):
+        self.op_type, self.served = op_type, served
         for name, scale in scales.items():
             setattr(self, name, scale)
 
@@ -85,14 +85,14 @@ class FrozenOp(nnx.Module):
         """Returns the result for a stored kernel, called as the op that it replaces."""
         args = _values(args)  # before the hooks of variables return codes
         with unwatched(), jax.named_scope("/".join(self.served.path[:-1]) or "model"):
-            return calling(self.row, self._computed)(*args, **kwargs)
+            return calling(self.op_type, self._computed)(*args, **kwargs)
 
     def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
         served = self.served
         if not isinstance(rhs, StandIn) or (rhs.source, rhs.cut) != (served.kernel, served.cut):
             raise stored_op.not_seen(served.path)
         scales = {name: getattr(self, name).get_value() for name in served.scales}
-        return stored_op.computed(self.row, served.gemms, scales, lhs, rhs, *arguments, **keywords)
+        return stored_op.computed(self.op_type, served.gemms, scales, lhs, rhs, *arguments, **keywords)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -148,7 +148,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
             for name in served.scales:
                 owner = served.path if name == INPUT_SCALE else (served.kernel, served.cut)
                 own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
-            setattr(module, served.path[-1], nnx.data(FrozenOp(op.row, served, own)))
+            setattr(module, served.path[-1], nnx.data(FrozenOp(op.op_type, served, own)))
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
@@ -197,7 +197,7 @@ def _traced(
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
                 stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
         with unwatched():
-            return stored_op.record(seen, path, op.row, gemms, kernel, stack, *operands, **keywords)
+            return stored_op.record(seen, path, op.op_type, gemms, kernel, stack, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         read.add(variable.fp8_path)
@@ -207,7 +207,7 @@ def _traced(
     for path, module, op in [*_ops_of(copy, Fp8Op)]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
             gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
-            run = calling(op.row, partial(on_op, path, op, gemms))
+            run = calling(op.op_type, partial(on_op, path, op, gemms))
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)

@@ -51,7 +51,7 @@ WEIGHT_ONLY = CustomRecipe(
 class SeenOp(NamedTuple):
     """The record of an FP8 op that a model computes."""
 
-    row: type[Op]
+    op_type: type[Op]
     gemms: CustomRecipe
     plan: StoredContraction | None
     """The plan of the op; None for a convolution."""
@@ -114,7 +114,7 @@ def leaves_of(tree: PyTree) -> dict[Path, Any]:
 def record(
     seen: dict[Path, SeenOp],
     path: Path,
-    row: type[Op],
+    op_type: type[Op],
     gemms: CustomRecipe,
     kernel: Origin | None,
     stacked: Shape | None,
@@ -125,12 +125,12 @@ def record(
     lhs, rhs, *rest = arguments
     # The record outlives the trace, so it must not hold arrays.
     structs = jax.tree.map(as_struct, arguments)
-    plan: Any = row.plans["direct"](*structs, recipe=gemms) if row.stores_kernel else None
+    plan: Any = op_type.plans["direct"](*structs, recipe=gemms) if op_type.stores_kernel else None
     kernel = kernel or Origin()
-    before = seen.setdefault(path, SeenOp(row, gemms, plan, kernel, stacked))
+    before = seen.setdefault(path, SeenOp(op_type, gemms, plan, kernel, stacked))
     if before.kernel != kernel:  # one op multiplies by several kernels
         seen[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
-    return row.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
+    return op_type.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)
 
 
 def freeze_ops(
@@ -157,7 +157,7 @@ def freeze_ops(
     delayed, users = _delayed_scales(seen, state), dict[Path, dict[Any, list[Path]]]()
     for path, op in seen.items():
         dims = op.plan and op.plan.dimension_numbers
-        key = (op.row, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
+        key = (op.op_type, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims))
         for source in op.kernel.sources:
             if op.gemms.forward.rhs is None:  # the op reads a wide kernel
                 read = {*read, source.path}
@@ -287,7 +287,7 @@ def _stacks(op: SeenOp, whole: Shape, scales: Sequence[Shape]) -> list[Shape]:
     """
     part = tuple(op.kernel.sources[0].shape)
     # The kernels of experts have a scale each.
-    experts = cast(StoredContraction, op.plan).rhs.shape[:1] if op.row.is_stack else ()
+    experts = cast(StoredContraction, op.plan).rhs.shape[:1] if op.op_type.is_stack else ()
 
     def fits(stack: Shape) -> bool:
         sizes = tuple(whole[i] for i in stack)
@@ -369,7 +369,7 @@ def not_seen(path: Path) -> ValueError:
 
 
 def computed(
-    row: type[Op],
+    op_type: type[Op],
     gemms: CustomRecipe,
     scales: Mapping[str, jax.Array],
     lhs: jax.Array,
@@ -396,4 +396,4 @@ def computed(
     quantizer, tensor_scale = gemms.forward.rhs.stored, of.get(KERNEL_TENSOR_SCALE)
     rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
     keywords |= {"recipe": gemms, "input_scale": scales.get(INPUT_SCALE)}
-    return frozen(row, lhs, rhs, *arguments, **keywords)
+    return frozen(op_type, lhs, rhs, *arguments, **keywords)

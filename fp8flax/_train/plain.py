@@ -31,17 +31,17 @@ class _Call(OpBase):
 
     def __init__(
         self,
-        row: type[Op],
+        op_type: type[Op],
         *,
         recipe: Recipe | None,
         state: State | None = None,
         key: jax.Array | None = None,
     ) -> None:
-        self.row, self.recipe, self.state, self.key = row, recipe, state, key
+        self.op_type, self.recipe, self.state, self.key = op_type, recipe, state, key
         self._check_options()
 
     def _place(self) -> tuple[str, ...]:
-        return (self.row.name,)
+        return (self.op_type.name,)
 
     def _key(self) -> jax.Array | None:
         return self.key

@@ -23,7 +23,7 @@ def places(model):
         names = []
         for i, key in enumerate(path):
             op = ops.get("/".join(map(str, path[: i + 1])))
-            if op is not None and key == op.row.nnx_field:
+            if op is not None and key == op.op_type.nnx_field:
                 name = type(op).__name__
                 names.append("Fp8DotGeneralOp_0" if name == "Fp8Einsum" else f"{name}_0")
             elif isinstance(key, int) and names:

@@ -44,7 +44,7 @@ class Op:
     An op has two operands, ``lhs`` (the input) and ``rhs`` (the kernel), and further arguments. The
     subclass defines ``__call__`` with the signature of the JAX function that the op stands for. It calls
     ``self._run(lhs, rhs, *arguments)`` with all arguments in the order of ``plain``. The Linen op and the
-    NNX op take this ``__call__``, and have the subclass as their ``row``.
+    NNX op take this ``__call__``, and have the subclass as their ``op_type``.
     """
 
     name: ClassVar[str]
@@ -169,7 +169,7 @@ def _checked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 class OpBase:
     """Base class of ops for Linen, NNX and plain JAX, which define ``_value``, ``_place`` and ``_key``."""
 
-    row: type[Op]
+    op_type: type[Op]
     """The description of the op."""
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
@@ -178,15 +178,15 @@ class OpBase:
     """Whether ``rhs`` is a kernel, and not an activation."""
     recipe: Recipe | None
     form: Form = "direct"
-    """Which of the ``plans`` of its row the op runs; a field of the ops that have several."""
+    """Which of the ``plans`` of its type the op runs; a field of the ops that have several."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuses operands, which a layer passes if it gets the class in the place of an op."""
         if any(isinstance(x, jax.Array) for x in args):
             raise TypeError(
                 f"{cls.__name__} is a class, and was called with arrays. A layer of NNX takes an instance: "
-                f"{cls.row.nnx_field}={cls.__name__}(). A layer of Linen takes the class, in a field whose "
-                "name ends with _cls, such as dot_general_cls."
+                f"{cls.op_type.nnx_field}={cls.__name__}(). A layer of Linen takes the class, in a field "
+                "whose name ends with _cls, such as dot_general_cls."
             )
         return super().__new__(cls)
 
@@ -206,7 +206,7 @@ class OpBase:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
             check_recipe(self.recipe)
-        check_choice("form", self.form, tuple(self.row.plans))
+        check_choice("form", self.form, tuple(self.op_type.plans))
 
     def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
@@ -228,12 +228,12 @@ class OpBase:
         """Returns the result, not in FP8 if the recipe is None."""
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
-                return self.row.plain(lhs, rhs, *arguments, **keywords)
+                return self.op_type.plain(lhs, rhs, *arguments, **keywords)
         states = self._states(recipe, jnp.shape(rhs))
         lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
         key = self._key() if recipe.gemms.is_random else None
         with in_op(self._place):
-            out = self.row.in_fp8(
+            out = self.op_type.in_fp8(
                 *(lhs, rhs, *arguments), recipe=recipe, form=self.form, states=states, key=key, **keywords
             )
         for state in states.values():
@@ -263,7 +263,7 @@ class OpBase:
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
-            stack = kernel[:1] if role == "kernel" and self.row.is_stack else ()
+            stack = kernel[:1] if role == "kernel" and self.op_type.is_stack else ()
             leaves.append(StateLeaf(scale, (*stack, 1), 1.0))
             leaves.append(StateLeaf(history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves
