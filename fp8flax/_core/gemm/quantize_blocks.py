@@ -29,6 +29,8 @@ class Cast(NamedTuple):
     """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
+    rounded_to: Any = None
+    """The dtype that the tensor is rounded to before; None for its own."""
 
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Returns the shape of the tensor as a stack of matrices."""
@@ -49,6 +51,7 @@ def supports(quantizer: Quantizer, sizes: tuple[int, int, int], dtype: np.dtype,
 
 def reference(cast: Cast, x: jax.Array) -> Pair:
     """Quantizes in plain JAX."""
+    x = x if cast.rounded_to is None else x.astype(cast.rounded_to)
     x = inf_to_nan(x) if cast.inf_is_nan else x
     first = cast.quantizer.quantize(x, cast.dims[0])
     return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.dims[1])
@@ -61,6 +64,7 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows, TILE), round_up(columns, TILE))),
         quantizer,
         inf_is_nan=cast.inf_is_nan,
+        rounded_to=cast.rounded_to,
     )
     if shares_codes:
         along_rows = along_columns
@@ -83,7 +87,12 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array, quantizer: Quantizer, *, inf_is_nan: bool = False, interpret: bool = False
+    x: jax.Array,
+    quantizer: Quantizer,
+    *,
+    inf_is_nan: bool = False,
+    rounded_to: DTypeLike | None = None,
+    interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
@@ -93,7 +102,8 @@ def block_quantize(
     ``x`` is ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples of 128.
     Codes and float32 scales are equal to those that ``quantizer`` makes in plain JAX. The scales are
     ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)`` for square
-    blocks. The second codes lie in the order of the transpose. ``interpret`` runs the kernel on any device.
+    blocks. The second codes lie in the order of the transpose. ``x`` is first rounded to ``rounded_to``.
+    ``interpret`` runs the kernel on any device.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -103,7 +113,7 @@ def block_quantize(
     is_square, cast = quantizer.block[0] == TILE, partial(_cast, quantizer)
 
     def kernel(x_ref: Ref, codes: Ref, transposed: Ref, scales: Ref, other_scales: Ref) -> None:
-        values = x_ref[...].astype(jnp.float32)
+        values = x_ref[...].astype(x.dtype if rounded_to is None else rounded_to).astype(jnp.float32)
         is_finite = jnp.abs(values) <= np.finfo(np.float32).max
         finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
         if inf_is_nan:

@@ -30,9 +30,9 @@ def ugly(dtype, rows, columns):
 
 
 KINDS = [
-    (E4M3, "power_of_two", jnp.float32),
-    (E4M3, "float32", jnp.bfloat16),
-    (E5M2, "float32", jnp.float32),
+    (E4M3, "power_of_two", jnp.float32, jnp.bfloat16),  # as the float32 copy of a kernel
+    (E4M3, "float32", jnp.bfloat16, None),
+    (E5M2, "float32", jnp.float32, None),
 ]
 SIZES = [((256, 384), True), ((203, 384), False), ((210, 140), True)]
 # Each kind and size, with rows and with square blocks.
@@ -40,16 +40,17 @@ CASES = [(block, *KINDS[i], *SIZES[i]) for i in range(3) for block in ((1, 128),
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), CASES)
-def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan, monkeypatch):
+@pytest.mark.parametrize(("block", "dtype", "scale", "of", "rounded_to", "sizes", "inf_is_nan"), CASES)
+def test_the_kernel_quantizes_as_the_quantizer(
+    block, dtype, scale, of, rounded_to, sizes, inf_is_nan, monkeypatch
+):
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
     monkeypatch.setattr(quantize_blocks, "block_quantize", partial(block_quantize, interpret=True))
     quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)
     cast = Cast(quantizer, (Dims(3, (1,), 1), Dims(3, (2,), 1)), inf_is_nan)
     x = ugly(of, *sizes)
-    found, wanted = (
-        jax.jit(partial(f, cast))(x) for f in (quantize_blocks.compute, quantize_blocks.reference)
-    )
+    found = jax.jit(partial(quantize_blocks.compute, cast._replace(rounded_to=rounded_to)))(x)
+    wanted = jax.jit(partial(quantize_blocks.reference, cast))(x.astype(rounded_to or of))
     for ours, theirs in zip(found, wanted):
         np.testing.assert_array_equal(ours.scale, theirs.scale)
         assert_same_bits(ours.codes, theirs.codes)
