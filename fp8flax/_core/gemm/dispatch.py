@@ -20,11 +20,18 @@ from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm import blackwell, cublaslt, emulated, hopper, ragged
+from fp8flax._core.gemm import blackwell, cublaslt, emulated, hopper, quantize_blocks_mosaic, ragged
 from fp8flax._core.gemm import quantize_blocks as block_kernel
 from fp8flax._core.gemm.emulated import multiply_wide
 from fp8flax._core.gemm.gemm import TILE, AnyTensor, Gemm, GemmSizes, are_positive, scaled, sum_dtype_of
-from fp8flax._core.gemm.gpus import NATIVE_FP8, Fp8EmulationWarning, absent_gpu, compute_capability
+from fp8flax._core.gemm.gpus import (
+    NATIVE_FP8,
+    Fp8EmulationWarning,
+    absent_gpu,
+    compute_capability,
+    is_hopper,
+    new_kernels,
+)
 from fp8flax._core.gemm.on_shards import NamedDims, on_shards
 from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
@@ -237,6 +244,8 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
     if not (compute_capability() and are_positive(sizes) and has_rows):
         return in_xla(x)
     has_kernel = block_kernel.supports(quantizer, sizes, x.dtype, compute_capability())
+    if new_kernels.value and is_hopper(compute_capability()):
+        by_kernel = partial(by_kernel, kernel=quantize_blocks_mosaic.block_quantize)
 
     def of_parts(source: jax.Array) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
 with a scale per 32 columns."""
+
+
+new_kernels: Any = jax.make_user_context(False)
+"""Whether GPU kernels are used that no GPU has run yet. ``benchmarks/gpu.py`` sets this."""
 
 
 class Fp8EmulationWarning(UserWarning):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -57,10 +56,13 @@ def reference(cast: Cast, x: jax.Array) -> Pair:
     return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.dims[1])
 
 
-def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
-    """Quantizes by the GPU kernel. With ``shares_codes`` both results have the codes in the same order."""
+def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False, kernel: Any = None) -> Pair:
+    """Quantizes by the GPU kernel, or by another one with the arguments and results of ``block_quantize``.
+
+    With ``shares_codes`` both results have the codes in the same order.
+    """
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrices(x.shape)
-    along_columns, along_rows = block_quantize(
+    along_columns, along_rows = (kernel or block_quantize)(
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows, TILE), round_up(columns, TILE))),
         quantizer,
         inf_is_nan=cast.inf_is_nan,
@@ -110,18 +112,15 @@ def block_quantize(
 
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // TILE, columns // TILE
-    is_square, cast = quantizer.block[0] == TILE, partial(_cast, quantizer)
+    is_square = quantizer.block[0] == TILE
 
     def kernel(x_ref: Ref, codes: Ref, transposed: Ref, scales: Ref, other_scales: Ref) -> None:
-        values = x_ref[...].astype(x.dtype if rounded_to is None else rounded_to).astype(jnp.float32)
-        is_finite = jnp.abs(values) <= np.finfo(np.float32).max
-        finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
-        if inf_is_nan:
-            values = jnp.where(is_finite, values, np.float32(np.nan))
-        of_rows, scale = cast(values, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
-        codes[...], scales[...] = of_rows, scale.T
-        of_columns, scale = cast(values, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
-        transposed[...], other_scales[...] = of_columns.T, scale
+        values, finite = numbers(x_ref[...], inf_is_nan, rounded_to)
+        scale = scale_of(quantizer, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
+        codes[...], scales[...] = over_scale(quantizer, values, scale).astype(quantizer.dtype), scale.T
+        scale = scale_of(quantizer, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
+        made = over_scale(quantizer, values, scale).astype(quantizer.dtype)
+        transposed[...], other_scales[...] = made.T, scale
 
     def out(height: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         axes = jax.typeof(x).manual_axis_type
@@ -157,11 +156,27 @@ def block_quantize(
     return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
-def _cast(quantizer: Quantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
+# What the kernels compute.
+
+
+def numbers(x: jax.Array, inf_is_nan: bool, rounded_to: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
+    """Returns a tile in float32, after it was rounded, and its magnitudes, with 0 for Inf and NaN."""
+    values = x.astype(x.dtype if rounded_to is None else rounded_to).astype(jnp.float32)
+    is_finite = jnp.abs(values) <= np.finfo(np.float32).max
+    finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
+    return jnp.where(is_finite, values, np.float32(np.nan)) if inf_is_nan else values, finite
+
+
+def scale_of(quantizer: Quantizer, amax: jax.Array) -> jax.Array:
+    """Returns the scale of a block from its amax."""
+    return amax_to_scale(amax, fp8_max(quantizer.dtype), quantizer.rounding)
+
+
+def over_scale(
+    quantizer: Quantizer, values: jax.Array, scale: jax.Array, divide: Any = divided
+) -> jax.Array:
+    """Returns float32 values over their scales, saturated: the codes before the cast."""
     bound = fp8_max(quantizer.dtype)
-    scale = amax_to_scale(amax, bound, quantizer.rounding)
-    values = (over_power_of_two if quantizer.rounding else divided)(values, scale)
+    values = (over_power_of_two if quantizer.rounding else divide)(values, scale)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    saturated = jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
-    return saturated.astype(quantizer.dtype), scale
+    return jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
