@@ -20,7 +20,15 @@ from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm import blackwell, cublaslt, emulated, hopper, quantize_blocks_mosaic, ragged
+from fp8flax._core.gemm import (
+    blackwell,
+    cublaslt,
+    emulated,
+    hopper,
+    hopper_ahead,
+    quantize_blocks_mosaic,
+    ragged,
+)
 from fp8flax._core.gemm import quantize_blocks as block_kernel
 from fp8flax._core.gemm.emulated import multiply_wide
 from fp8flax._core.gemm.gemm import TILE, AnyTensor, Gemm, GemmSizes, are_positive, scaled, sum_dtype_of
@@ -38,13 +46,13 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, 
 from fp8flax._core.qtensor import Dims, Given, QTensor
 from fp8flax._core.quantize import no_derivative
 
-BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper)
+BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper_ahead, hopper)
 """How GPUs multiply codes in FP8, in the order of preference.
 
 Each is a file with two functions. ``supports(gemm, lhs, rhs, sizes, capability)`` returns whether a GPU of
 a compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
 
-_SCOPES = {hopper: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
+_SCOPES = {hopper: BLOCK_GEMM_HOPPER, hopper_ahead: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
 """The scopes by which the audit recognizes a product on each GPU of a mesh."""
 
 
