@@ -1,20 +1,24 @@
 """How fast is FP8 on this GPU beside bf16, and are its values those of the CPU?
 
 Run ``make bench-gpu PYTHON=…`` with a Python whose JAX sees the GPU; ``ARGS=--help`` for the options. Each
-entry is written to the results as it ends. Started again, it goes on with what is missing. On a CPU
-``--small`` runs all of it on tiny sizes, to see that it runs.
+entry is written to the results as it ends, the most telling first. Started again, it goes on with what is
+missing; ``--minutes`` (8) is when it begins no other entry. On a CPU ``--small`` runs all of it on tiny
+sizes, to see that it runs.
 
 values: one float32 nn.Dense, forward and backward, beside the same on the CPU, where FP8 is emulated; the
 tests compare the emulation with NumPy. relative error = |device - CPU| / |CPU| (Frobenius norm). Scaling
 states are compared in bits. Delayed scaling is compared in its second step on the same tensors.
 
-gemm: one GEMM of bf16 or FP8 operands. dense: one nn.Dense in bfloat16, forward and backward. llama: the
-training step of two of a Llama's layers (benchmarks/llama.py). Data are Gaussian.
+gemm: one GEMM of bf16 or FP8 operands. kernels: our GPU kernels for 128-blocks, those in use and those that
+no GPU has run (new_kernels), one GEMM or one cast; relative error beside float32, codes in bits. dense: one
+nn.Dense in bfloat16, forward and backward. llama: the training step of two of a Llama's layers
+(benchmarks/llama.py). A name with "-new" is the same program with new_kernels. Data are Gaussian.
 
 seconds = of one of 20 calls that are started one after the other, median of 6 rounds; in each round every
 program of the entry runs, in rotated order. times bf16 = the median over rounds of the seconds of bf16
 over those of the program. predicted = fp8.audit(...).predicted_seconds["total"] for this kind of GPU.
-Backends and GEMMs are those of the program as it was tuned here.
+Backends and GEMMs are those of the program as it was tuned here. peak bytes = arguments, results that are
+not in place of arguments, and temporaries of the compiled program.
 
 The autotuned kernels are those of this run; the GPU's clocks are as it keeps them.
 """
