@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 import fp8flax as fp8
-from benchmarks import common, dense, gpu
+from benchmarks import common, dense, gpu, llama
 from benchmarks.common import Row
 from fp8flax._audit.report import predict
 from fp8flax._audit.times import Rates
@@ -58,7 +58,7 @@ def programs_of(entry: str) -> gpu.Programs:
     """Returns the programs of an entry of ``gpu.json``; none for one that compares values."""
     kind, _, sizes = entry.partition("/")
     if kind == "llama":
-        return gpu.llama_programs(4096, 8192)
+        return gpu.llama_programs(4096, 8192, (gpu.BASE, *llama.RECIPES, "flax-direct"))
     shape = tuple(map(int, sizes.split("x"))) if kind in ("gemm", "dense") else ()
     return gpu.gemm_programs(shape) if kind == "gemm" else gpu.dense_programs(shape, [*dense.CONTENDERS])
 

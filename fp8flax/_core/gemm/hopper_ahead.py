@@ -169,7 +169,7 @@ def block_gemm(
 
             def of_tile(count: Index, t: Index, j: Index) -> None:
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    scale = rhs_scale[k, j] if is_square else None
+                    scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
                     of_rows = [loaded(row_scales, (slot, place), 1) for place in mine]
                     new = []

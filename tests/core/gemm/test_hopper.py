@@ -78,11 +78,11 @@ def test_the_kernel_that_copies_ahead(height, monkeypatch):
 def test_the_kernel_that_copies_ahead_compiles_and_is_chosen_by_the_switch_alone(monkeypatch):
     seen, compute = [], hopper_ahead.compute
     monkeypatch.setattr(hopper_ahead, "compute", lambda *args: seen.append(args) or compute(*args))
-    audited = partial(fp8.audit, partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["block128"]))
-    operands = struct(512, 256), struct(256, 512)
-    assert audited(*operands).num_fp8_gemms == 1 and not seen
-    with new_kernels(True):
-        assert audited(*operands).num_fp8_gemms == 1 and seen
+    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["block128"])
+    for is_on in (False, True):
+        with new_kernels(is_on):
+            report = fp8.audit(dot, struct(512, 256), struct(256, 512))
+        assert (report.num_fp8_gemms, bool(seen)) == (1, is_on)
 
 
 @pytest.mark.long
