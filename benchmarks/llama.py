@@ -44,7 +44,27 @@ class Layer(nn.Module):
         return x + dense(width, name="down")(nn.silu(gate) * up)
 
 
-def training_step(how: str, width: int, rows: int = ROWS) -> tuple[Callable[..., Any], Any, Any]:
+class Scanned(nn.Module):
+    """A stack of layers under ``nn.scan``, whose backward pass may compute the forward pass again."""
+
+    op: Any
+    num_layers: int
+    has_remat: bool
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps activations of shape ``(rows, width)`` to the same shape."""
+        layer = nn.remat(Layer, policy=self.policy, prevent_cse=False) if self.has_remat else Layer
+        scan: Any = partial(nn.scan, length=self.num_layers, split_rngs={"params": True, "fp8": True})
+        axes = {"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}
+        run = scan(lambda layer, x, _: (layer(x), None), axes)
+        return run(layer(self.op), x, None)[0]
+
+
+def training_step(
+    how: str, width: int, rows: int = ROWS, **scanned: Any
+) -> tuple[Callable[..., Any], Any, Any]:
     """Returns a training step, the function that makes its first state, and its input.
 
     The step computes in bfloat16 with float32 weights; its loss is a mean of squares; AdamW updates.
@@ -53,6 +73,7 @@ def training_step(how: str, width: int, rows: int = ROWS) -> tuple[Callable[...,
         how: ``"bf16"``, a name of ``RECIPES`` or one of ``OTHERS``.
         width: of the model.
         rows: of the input.
+        **scanned: fields of ``Scanned``, to run layers under ``nn.scan``; without them there are two.
 
     Returns:
         ``step(state, x)``, which returns the next state; ``initial()``, which returns the first state; and
@@ -64,7 +85,8 @@ def training_step(how: str, width: int, rows: int = ROWS) -> tuple[Callable[...,
     }
     ops |= {name: partial(fp8.Fp8DotGeneralOp, recipe=recipe) for name, recipe in RECIPES.items()}
     is_ours = how in RECIPES
-    model: nn.Module = nn.Sequential([Layer(ops.get(how)), Layer(ops.get(how))])
+    two = nn.Sequential([Layer(ops.get(how)), Layer(ops.get(how))])
+    model: nn.Module = Scanned(ops.get(how), **scanned) if scanned else two
     if how == "qwix":
         model = with_qwix(model, tensorwise=True)
     kind = fp8.TrainState if is_ours else FlaxTrainState

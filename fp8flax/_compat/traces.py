@@ -125,11 +125,29 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return running_in(trace_behind())
 
 
+def before_cast(x: Any) -> Any:
+    """Returns the array that ``x`` was cast from, without a derivative, in the trace that is current.
+
+    Returns None if ``x`` was not cast, was cast outside of the loop that JAX traces now, or has a value.
+    """
+    while hasattr(x, "primal"):
+        x = x.primal
+    eqn: Any = getattr(x, "parent", None)
+    is_cast = eqn is not None and eqn.primitive.name == "convert_element_type" and x._trace is _recording()
+    return eqn.in_tracers[0] if is_cast else None
+
+
+def _recording() -> Any:
+    """Returns the current trace of JAX, or that of which it computes derivatives."""
+    trace: Any = trace_behind()
+    while not hasattr(trace, "frame") and getattr(trace, "parent_trace", None):
+        trace = trace.parent_trace
+    return trace
+
+
 def is_constant_of_loop(x: Any) -> bool:
     """Returns whether JAX traces the body of a loop now, and ``x`` comes from outside of the loop."""
-    trace: Any = core.trace_ctx.trace
-    while not hasattr(trace, "frame") and getattr(trace, "parent_trace", None):  # of a derivative
-        trace = trace.parent_trace
+    trace = _recording()
     while hasattr(x, "primal"):
         x = x.primal
     debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)

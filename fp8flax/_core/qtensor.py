@@ -129,9 +129,12 @@ class Quantizer:
         return False
 
     def in_one_pass(
-        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array, master: Given
     ) -> tuple[QTensor, QTensor]:
-        """Quantizes a tensor for both of its GEMMs in one pass, for the second one by ``other``."""
+        """Quantizes a tensor for both of its GEMMs in one pass, for the second one by ``other``.
+
+        ``master`` is the float32 array that ``x`` was cast from, or None.
+        """
         raise NotImplementedError
 
     def why_not_stored(self, depth: int) -> str | None:

@@ -118,7 +118,7 @@ class CurrentQuantizer(Quantizer):
         return isinstance(other, CurrentQuantizer) and not (self == other and self.serves_both)
 
     def in_one_pass(
-        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array, master: Given
     ) -> tuple[QTensor, QTensor]:
         x = inf_to_nan(x) if inf_is_nan else x
         # If both scales are there before the first cast, XLA makes both codes, one of them transposed, in
@@ -227,9 +227,9 @@ class BlockQuantizer(Quantizer):
         return self == other
 
     def in_one_pass(
-        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array
+        self, other: Any, dims: Sequence[Dims], inf_is_nan: bool, x: jax.Array, master: Given
     ) -> tuple[QTensor, QTensor]:
-        return quantize_in_blocks(Cast(self, tuple(dims), inf_is_nan), x)
+        return quantize_in_blocks(Cast(self, tuple(dims), inf_is_nan), x, master)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,17 +311,18 @@ def quantize_for_both(
     x: jax.Array,
     scale: Given = None,
     keys: Sequence[Given] = (None, None),
+    master: Given = None,
     *,
     is_gradient: bool = False,
 ) -> tuple[QTensor | jax.Array, QTensor | jax.Array]:
     """Returns a tensor quantized for its two GEMMs: one object twice, if the same codes serve both.
 
     ``quantizers``, ``dims`` and ``keys`` are those of each GEMM. Without a quantizer the tensor stays wide.
-    In a gradient an Inf becomes a NaN.
+    ``master`` is the float32 array that ``x`` was cast from, or None. In a gradient an Inf becomes a NaN.
     """
     one, other = quantizers
     if one is not None and one.shares_pass(other):
-        return no_derivative(partial(one.in_one_pass, other, dims, is_gradient))(x)
+        return no_derivative(partial(one.in_one_pass, other, dims, is_gradient))(x, master)
     if is_gradient and not all(quantizer and quantizer.inf_gives_nan for quantizer in quantizers):
         x = inf_to_nan(x)
 

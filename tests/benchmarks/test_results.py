@@ -72,6 +72,7 @@ def test_pages_show_the_committed_results():
     assert accuracy.table(result("accuracy")) in page("accuracy")
     for target in recipes.GPUS:
         assert recipes.table(result("recipes"), target) in page("recipes")
+    assert recipes.memory_table(result("recipes")) in page("recipes")
 
 
 def test_the_time_model_is_the_one_that_was_fitted_and_fits():

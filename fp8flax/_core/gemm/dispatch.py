@@ -20,24 +20,39 @@ from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm import blackwell, cublaslt, emulated, hopper, ragged
+from fp8flax._core.gemm import (
+    blackwell,
+    cublaslt,
+    emulated,
+    hopper,
+    hopper_ahead,
+    quantize_blocks_mosaic,
+    ragged,
+)
 from fp8flax._core.gemm import quantize_blocks as block_kernel
 from fp8flax._core.gemm.emulated import multiply_wide
 from fp8flax._core.gemm.gemm import TILE, AnyTensor, Gemm, GemmSizes, are_positive, scaled, sum_dtype_of
-from fp8flax._core.gemm.gpus import NATIVE_FP8, Fp8EmulationWarning, absent_gpu, compute_capability
+from fp8flax._core.gemm.gpus import (
+    NATIVE_FP8,
+    Fp8EmulationWarning,
+    absent_gpu,
+    compute_capability,
+    is_hopper,
+    new_kernels,
+)
 from fp8flax._core.gemm.on_shards import NamedDims, on_shards
 from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
-from fp8flax._core.qtensor import Dims, QTensor
+from fp8flax._core.qtensor import Dims, Given, QTensor
 from fp8flax._core.quantize import no_derivative
 
-BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper)
+BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper_ahead, hopper)
 """How GPUs multiply codes in FP8, in the order of preference.
 
 Each is a file with two functions. ``supports(gemm, lhs, rhs, sizes, capability)`` returns whether a GPU of
 a compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
 
-_SCOPES = {hopper: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
+_SCOPES = {hopper: BLOCK_GEMM_HOPPER, hopper_ahead: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
 """The scopes by which the audit recognizes a product on each GPU of a mesh."""
 
 
@@ -209,33 +224,38 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
 # Quantizing in blocks.
 
 
-def quantize_in_blocks(cast: Cast, x: jax.Array) -> Pair:
+def quantize_in_blocks(cast: Cast, x: jax.Array, master: Given = None) -> Pair:
     """Returns a tensor quantized in blocks for its first GEMM, and for its second GEMM.
 
+    A GPU kernel reads ``master``, if ``x`` was cast from it, so that the cast needs no kernel of its own.
     Under ``jax.vmap`` the batch becomes a batch dimension.
     """
     quantize = custom_vmap(partial(_quantize, cast))
 
     @quantize.def_vmap
-    def _(size: int, is_batched: list[bool], x: jax.Array) -> tuple[Pair, Pair]:
+    def _(size: int, is_batched: list[bool], x: jax.Array, master: Given) -> tuple[Pair, Pair]:
+        x = x if is_batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         made = quantize_in_blocks(cast._replace(dims=tuple(dims.batched() for dims in cast.dims)), x)
         # The blocks are those of one tensor of the batch.
         first, second = (dataclasses.replace(q, block=q.block[1:]) for q in made)
         return (first, second), jax.tree.map(lambda _: True, (first, second))
 
-    return quantize(x)
+    return quantize(x, master)
 
 
-def _quantize(cast: Cast, x: jax.Array) -> Pair:
+def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
     """Quantizes in the way of the device that the program is for."""
     quantizer, sizes = cast.quantizer, cast.matrices(x.shape)
+    cast = cast._replace(rounded_to=x.dtype)
     in_xla, by_kernel = partial(block_kernel.reference, cast), partial(block_kernel.compute, cast)
     has_rows = quantizer.block[0] in (1, quantizer.block[1])
     if not (compute_capability() and are_positive(sizes) and has_rows):
         return in_xla(x)
     has_kernel = block_kernel.supports(quantizer, sizes, x.dtype, compute_capability())
+    if new_kernels.value and is_hopper(compute_capability()):
+        by_kernel = partial(by_kernel, kernel=quantize_blocks_mosaic.block_quantize)
 
-    def of_parts(x: jax.Array) -> Pair:
+    def of_parts(source: jax.Array) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
         # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
         # codes of a kernel with square blocks, which serves both GEMMs.
@@ -243,8 +263,11 @@ def _quantize(cast: Cast, x: jax.Array) -> Pair:
         if has_kernel and not any(size % TILE for size in sizes[1:]):
             one, scope = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
         dims = NamedDims(tuple(range(x.ndim)))
-        first, second = on_shards(one, [dims], [dims, dims], scope)(x)
+        first, second = on_shards(one, [dims], [dims, dims], scope)(source)
         return first, first if quantizer.serves_both else second
 
     on_gpu = partial(unless_partitioned, by_kernel if has_kernel else in_xla, of_parts, in_xla)
-    return lax.platform_dependent(x, cuda=on_gpu, default=in_xla)
+    source = master if has_kernel and master is not None else x
+    return lax.platform_dependent(
+        x, source, cuda=lambda _, source: on_gpu(source), default=lambda x, _: in_xla(x)
+    )

@@ -14,6 +14,10 @@ NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 with a scale per 32 columns."""
 
 
+new_kernels: Any = jax.make_user_context(False)
+"""Whether GPU kernels are used that no GPU has run yet. ``benchmarks/gpu.py`` sets this."""
+
+
 class Fp8EmulationWarning(UserWarning):
     """Warning that the device has no units for FP8 matmuls: FP8 is emulated and brings no speedup."""
 

@@ -347,12 +347,13 @@ def tiled_gemm(
                         plgpu.wgmma_wait(0)
                         return sums[...]
 
-                    sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
+                    # Loads before the product are hidden behind it; for all columns there are no registers.
                     of_rows = loaded(lhs_s, (0, mine), 1)
                     if is_square:
                         place = step(t, index[0], *tables)
                         scale = repeated(of_rows * rhs_scale[place.depth, place.rhs + j], 1)
-                    else:
+                    sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
+                    if not is_square:
                         scale = repeated(of_rows, 1) * repeated(loaded(rhs_s[0], (0,), 0), 0)
                     new = total + sums * scale
                     return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -29,6 +28,8 @@ class Cast(NamedTuple):
     """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
+    rounded_to: Any = None
+    """The dtype that the tensor is rounded to before; None for its own."""
 
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Returns the shape of the tensor as a stack of matrices."""
@@ -49,18 +50,23 @@ def supports(quantizer: Quantizer, sizes: tuple[int, int, int], dtype: np.dtype,
 
 def reference(cast: Cast, x: jax.Array) -> Pair:
     """Quantizes in plain JAX."""
+    x = x if cast.rounded_to is None else x.astype(cast.rounded_to)
     x = inf_to_nan(x) if cast.inf_is_nan else x
     first = cast.quantizer.quantize(x, cast.dims[0])
     return first, first if cast.quantizer.serves_both else cast.quantizer.quantize(x, cast.dims[1])
 
 
-def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
-    """Quantizes by the GPU kernel. With ``shares_codes`` both results have the codes in the same order."""
+def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False, kernel: Any = None) -> Pair:
+    """Quantizes by the GPU kernel, or by another one with the arguments and results of ``block_quantize``.
+
+    With ``shares_codes`` both results have the codes in the same order.
+    """
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrices(x.shape)
-    along_columns, along_rows = block_quantize(
+    along_columns, along_rows = (kernel or block_quantize)(
         padded(x.reshape(batch, rows, columns), (batch, round_up(rows, TILE), round_up(columns, TILE))),
         quantizer,
         inf_is_nan=cast.inf_is_nan,
+        rounded_to=cast.rounded_to,
     )
     if shares_codes:
         along_rows = along_columns
@@ -83,7 +89,12 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False) -> Pair:
 
 
 def block_quantize(
-    x: jax.Array, quantizer: Quantizer, *, inf_is_nan: bool = False, interpret: bool = False
+    x: jax.Array,
+    quantizer: Quantizer,
+    *,
+    inf_is_nan: bool = False,
+    rounded_to: DTypeLike | None = None,
+    interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the codes and scales of a stack of matrices, quantized along columns and along rows.
 
@@ -93,25 +104,23 @@ def block_quantize(
     ``x`` is ``(batch, M, N)``, in a wide float dtype of at most 32 bits; M and N are multiples of 128.
     Codes and float32 scales are equal to those that ``quantizer`` makes in plain JAX. The scales are
     ``(batch, M, N / 128)`` and ``(batch, M / 128, N)``, both ``(batch, M / 128, N / 128)`` for square
-    blocks. The second codes lie in the order of the transpose. ``interpret`` runs the kernel on any device.
+    blocks. The second codes lie in the order of the transpose. ``x`` is first rounded to ``rounded_to``.
+    ``interpret`` runs the kernel on any device.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // TILE, columns // TILE
-    is_square, cast = quantizer.block[0] == TILE, partial(_cast, quantizer)
+    is_square = quantizer.block[0] == TILE
 
     def kernel(x_ref: Ref, codes: Ref, transposed: Ref, scales: Ref, other_scales: Ref) -> None:
-        values = x_ref[...].astype(jnp.float32)
-        is_finite = jnp.abs(values) <= np.finfo(np.float32).max
-        finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
-        if inf_is_nan:
-            values = jnp.where(is_finite, values, np.float32(np.nan))
-        of_rows, scale = cast(values, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
-        codes[...], scales[...] = of_rows, scale.T
-        of_columns, scale = cast(values, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
-        transposed[...], other_scales[...] = of_columns.T, scale
+        values, finite = numbers(x_ref[...], inf_is_nan, rounded_to)
+        scale = scale_of(quantizer, jnp.max(finite, axis=None if is_square else 1, keepdims=True))
+        codes[...], scales[...] = over_scale(quantizer, values, scale).astype(quantizer.dtype), scale.T
+        scale = scale_of(quantizer, jnp.max(finite, axis=None if is_square else 0, keepdims=True))
+        made = over_scale(quantizer, values, scale).astype(quantizer.dtype)
+        transposed[...], other_scales[...] = made.T, scale
 
     def out(height: int, width: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         axes = jax.typeof(x).manual_axis_type
@@ -147,11 +156,27 @@ def block_quantize(
     return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
 
 
-def _cast(quantizer: Quantizer, values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
+# What the kernels compute.
+
+
+def numbers(x: jax.Array, inf_is_nan: bool, rounded_to: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
+    """Returns a tile in float32, after it was rounded, and its magnitudes, with 0 for Inf and NaN."""
+    values = x.astype(x.dtype if rounded_to is None else rounded_to).astype(jnp.float32)
+    is_finite = jnp.abs(values) <= np.finfo(np.float32).max
+    finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
+    return jnp.where(is_finite, values, np.float32(np.nan)) if inf_is_nan else values, finite
+
+
+def scale_of(quantizer: Quantizer, amax: jax.Array) -> jax.Array:
+    """Returns the scale of a block from its amax."""
+    return amax_to_scale(amax, fp8_max(quantizer.dtype), quantizer.rounding)
+
+
+def over_scale(
+    quantizer: Quantizer, values: jax.Array, scale: jax.Array, divide: Any = divided
+) -> jax.Array:
+    """Returns float32 values over their scales, saturated: the codes before the cast."""
     bound = fp8_max(quantizer.dtype)
-    scale = amax_to_scale(amax, bound, quantizer.rounding)
-    values = (over_power_of_two if quantizer.rounding else divided)(values, scale)
+    values = (over_power_of_two if quantizer.rounding else divide)(values, scale)
     # Pallas's minimum and maximum return the number if the other operand is a NaN.
-    saturated = jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))
-    return saturated.astype(quantizer.dtype), scale
+    return jnp.where(values > bound, bound, jnp.where(values < -bound, -bound, values))

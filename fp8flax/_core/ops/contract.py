@@ -24,12 +24,15 @@ from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8flax._compat.traces import before_cast
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm
+from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -88,6 +91,10 @@ class Contraction:
     """The precision that the caller asks for, as ``lax`` writes it."""
     key: jax.Array | None = None
     """The random key of this call for stochastic rounding, a leaf of the tree; None if there is none."""
+    master: jax.Array | None = None
+    """The float32 kernel that the layer cast to the kernel of the call, a leaf; None if unknown.
+
+    Our GPU kernel for scales per block reads it in the place of the cast kernel."""
 
     @classmethod
     def of(
@@ -102,7 +109,13 @@ class Contraction:
             )
         precision = None if precision is None else params["precision"]
         x, w = map(jax.typeof, operands)
-        return cls(lhs=x, rhs=w, out=out, recipe=recipe.gemms, precision=precision, **fields)
+        plan = cls(lhs=x, rhs=w, out=out, recipe=recipe.gemms, precision=precision, **fields)
+        quantizer, _ = plan.recipe.of_role("kernel")
+        if not (compute_capability() and w.dtype.itemsize == 2 and quantizer and quantizer.scale_columns):
+            return plan
+        master = before_cast(operands[1])
+        is_float32 = master is not None and master.dtype == jnp.float32
+        return dataclasses.replace(plan, master=master) if is_float32 else plan
 
     @property
     def function(self) -> Callable[..., jax.Array]:
@@ -193,6 +206,7 @@ def _contract_fwd(plan: Contraction, operands: Operands, scales: Scales) -> tupl
     out, (x, w), amaxes = _forward(plan, *operands, scales)
     # A wide operand is kept as it is. (A wide kernel needs no name: it stays in memory anyway.)
     x = checkpoint_name(operands[0], _INPUT_NAME) if x is None else x
+    plan = dataclasses.replace(plan, master=None)
     return out, _Residuals(plan, (x, operands[1] if w is None else w), scales, amaxes)
 
 
@@ -255,7 +269,10 @@ def quantized_twice(
     (one, other), dims = plan.recipe.of_role(role), plan.dims[role]
     scale, keys = scales.get(role), [_key(plan, role, index) for index in (0, 1)]
     is_gradient = role == "output_grad"
-    first, second = quantize_for_both((one, other), dims, x, scale, keys, is_gradient=is_gradient)
+    master = None
+    if role == "kernel" and plan.master is not None:
+        master = plan.canonical(role, plan.master)
+    first, second = quantize_for_both((one, other), dims, x, scale, keys, master, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
     is_one_pass = one is not None and one.shares_pass(other)
     if is_one_pass and role == "kernel" and isinstance(first, QTensor) and not first.block:

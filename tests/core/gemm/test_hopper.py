@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm import hopper
+import fp8flax as fp8
+from fp8flax._core.gemm import hopper, hopper_ahead
+from fp8flax._core.gemm.gpus import new_kernels
 from fp8flax._core.gemm.hopper import tiled_gemm
-from tests.cases import error_of_product, hopper_gemm
+from tests.cases import MATMUL, RECIPES, error_of_product, fp8_dot_general, hopper_gemm, struct
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -50,6 +52,37 @@ def test_stacks_of_matrices(shape, out_dtype):
     ]
     tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[jnp.dtype(out_dtype).name]
     assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= tolerance
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("height", [1, 128])
+def test_the_kernel_that_copies_ahead(height, monkeypatch):
+    """Without clusters and single threads, which the interpreter does not know."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    monkeypatch.setattr(hopper_ahead, "num_cores", lambda: 1)
+    rng = np.random.default_rng(0)
+    codes = [jnp.asarray(rng.normal(size=(256, 384)), E4M3) for _ in range(2)]
+    scales = [jnp.asarray(rng.uniform(0.5, 2, (3, n)), jnp.float32) for n in (256, 256 // height)]
+    config = hopper_ahead.Config(stages=2, cluster=1, one_releases=False)
+    interpret = InterpretGPUParams(detect_races=False)
+    out = hopper_ahead.block_gemm(*zip(codes, scales), jnp.float32, config, interpret)
+    wide = [
+        np.asarray(c, np.float64) * np.repeat(np.repeat(s, 256 // s.shape[1], 1), 128, 0).T
+        for c, s in zip(codes, scales)
+    ]
+    assert error_of_product(out, wide[0] @ wide[1].T, *wide) <= 1e-6
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_kernel_that_copies_ahead_compiles_and_is_chosen_by_the_switch_alone(monkeypatch):
+    seen, compute = [], hopper_ahead.compute
+    monkeypatch.setattr(hopper_ahead, "compute", lambda *args: seen.append(args) or compute(*args))
+    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["block128"])
+    for is_on in (False, True):
+        with new_kernels(is_on):
+            report = fp8.audit(dot, struct(512, 256), struct(256, 512))
+        assert (report.num_fp8_gemms, bool(seen)) == (1, is_on)
 
 
 @pytest.mark.long

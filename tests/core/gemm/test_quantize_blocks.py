@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import quantize_blocks
+from fp8flax._audit.compiling import compile_for, find_target
+from fp8flax._audit.program import bytes_moved, parse
+from fp8flax._core.gemm import quantize_blocks, quantize_blocks_mosaic
+from fp8flax._core.gemm.dispatch import quantize_in_blocks
+from fp8flax._core.gemm.gpus import new_kernels
 from fp8flax._core.gemm.quantize_blocks import Cast, block_quantize
 from fp8flax._core.qtensor import Dims
 from tests.cases import assert_same_bits
@@ -30,9 +34,9 @@ def ugly(dtype, rows, columns):
 
 
 KINDS = [
-    (E4M3, "power_of_two", jnp.float32),
-    (E4M3, "float32", jnp.bfloat16),
-    (E5M2, "float32", jnp.float32),
+    (E4M3, "power_of_two", jnp.float32, jnp.bfloat16),  # as the float32 copy of a kernel
+    (E4M3, "float32", jnp.bfloat16, None),
+    (E5M2, "float32", jnp.float32, None),
 ]
 SIZES = [((256, 384), True), ((203, 384), False), ((210, 140), True)]
 # Each kind and size, with rows and with square blocks.
@@ -40,21 +44,53 @@ CASES = [(block, *KINDS[i], *SIZES[i]) for i in range(3) for block in ((1, 128),
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), CASES)
-def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan, monkeypatch):
+@pytest.mark.parametrize(("block", "dtype", "scale", "of", "rounded_to", "sizes", "inf_is_nan"), CASES)
+def test_the_kernel_quantizes_as_the_quantizer(block, dtype, scale, of, rounded_to, sizes, inf_is_nan):
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
-    monkeypatch.setattr(quantize_blocks, "block_quantize", partial(block_quantize, interpret=True))
+    kernel = partial(block_quantize, interpret=True)
+    assert_same_as_the_quantizer(kernel, block, dtype, scale, of, rounded_to, sizes, inf_is_nan)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("block", "dtype", "scale", "of", "rounded_to", "sizes", "inf_is_nan"), CASES)
+def test_the_kernel_in_mosaic_quantizes_as_the_quantizer(
+    block, dtype, scale, of, rounded_to, sizes, inf_is_nan
+):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    kernel = partial(quantize_blocks_mosaic.block_quantize, interpret=InterpretGPUParams())
+    assert_same_as_the_quantizer(kernel, block, dtype, scale, of, rounded_to, sizes, inf_is_nan)
+
+
+def assert_same_as_the_quantizer(kernel, block, dtype, scale, of, rounded_to, sizes, inf_is_nan):
     quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)
     cast = Cast(quantizer, (Dims(3, (1,), 1), Dims(3, (2,), 1)), inf_is_nan)
     x = ugly(of, *sizes)
-    found, wanted = (
-        jax.jit(partial(f, cast))(x) for f in (quantize_blocks.compute, quantize_blocks.reference)
-    )
+    rounding = cast._replace(rounded_to=rounded_to)
+    found = jax.jit(partial(quantize_blocks.compute, rounding, kernel=kernel))(x)
+    wanted = jax.jit(partial(quantize_blocks.reference, cast))(x.astype(rounded_to or of))
     for ours, theirs in zip(found, wanted):
         np.testing.assert_array_equal(ours.scale, theirs.scale)
         assert_same_bits(ours.codes, theirs.codes)
         assert np.isnan(np.asarray(ours.codes, np.float32)).sum() == (3 if inf_is_nan else 1)
         assert ours.block == theirs.block
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_kernel_in_mosaic_is_chosen_by_the_switch_alone_and_moves_as_many_bytes():
+    def programs():
+        for block in ((1, 128), (128, 128)):
+            quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="power_of_two")
+            quantize = partial(quantize_in_blocks, Cast(quantizer, (Dims(2, (0,)), Dims(2, (1,)))))
+            x = jax.ShapeDtypeStruct((256, 384), jnp.bfloat16)
+            yield compile_for(find_target("h200"), jax.jit(quantize), (x,)).as_text()
+
+    today = [*programs()]
+    with new_kernels(True):
+        new = [*programs()]
+    assert [["mosaic_gpu" in text for text in texts] for texts in (today, new)] == [[False] * 2, [True] * 2]
+    moved = [[sum(map(bytes_moved, parse(text).kernels)) for text in texts] for texts in (today, new)]
+    assert moved[0] == moved[1]
 
 
 def test_nothing_that_may_be_nan_meets_a_minimum_or_maximum():

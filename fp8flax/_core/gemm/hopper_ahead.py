@@ -1,0 +1,247 @@
+"""Another GPU kernel for scales per 128 columns on Hopper. No GPU has run it: only a switch chooses it.
+
+The kernel of ``hopper`` waits at the end of each tile until all copies have arrived, and each core reads
+all operands by itself. Here one warp copies operands ahead, across tiles, two cores side by side share the
+rows of the left operand, and a tile has 256 rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from fp8flax._core.axes import vary_alike
+from fp8flax._core.gemm import hopper
+from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, Ref, from_matrices
+from fp8flax._core.gemm.gpus import new_kernels, num_cores
+from fp8flax._core.gemm.hopper import Index, Operand
+from fp8flax._core.names import BLOCK_GEMM_HOPPER
+from fp8flax._core.qtensor import QTensor, Quantizer, round_up
+
+_HALF, _PIECE = TILE // 2, 64
+"""The rows that a warpgroup multiplies at once, and the columns of a result that it writes at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What can be tuned. The device script tries several; the defaults are a guess."""
+
+    waves: int = 2
+    """A warpgroup multiplies 64 rows of a tile as many times per step: a tile has 128 rows times this."""
+    stages: int = 4
+    """The steps whose operands shared memory holds."""
+    cluster: int = 2
+    """The cores side by side that share the rows of the left operand."""
+    staggers: bool = True
+    """Whether the second warpgroup starts each tile one wave later."""
+    one_releases: bool = True
+    """Whether one thread of a warpgroup says that operands were read, not all."""
+    strip: int = 8
+    """The width, in tiles, of a strip of columns that the cores compute after one another."""
+
+
+CONFIG = Config()
+
+
+def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+    """Returns whether the GPU kernel multiplies codes of two quantizers, and the switch is on."""
+    if not (new_kernels.value and hopper.supports(gemm, lhs, rhs, sizes, capability) and sizes.batch == 1):
+        return False
+    rows, columns = round_up(sizes.m, TILE), round_up(sizes.n, TILE)
+    return rows % (TILE * CONFIG.waves) == columns % (TILE * CONFIG.cluster) == 0
+
+
+def compute(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
+    """Multiplies by the GPU kernel. In the right operand 128 rows share a scale, or each has its own."""
+    right = hopper.operand(b, gemm.rhs, TILE if b.quantizer.block[0] % TILE == 0 else 1)
+    dtype = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
+    return from_matrices(gemm, a, b, block_gemm(hopper.operand(a, gemm.lhs), right, dtype)[None])
+
+
+def block_gemm(
+    left: Operand, right: Operand, out_dtype: DTypeLike, config: Config = CONFIG, interpret: Any = None
+) -> jax.Array:
+    """Returns the product of operands ``(M, K)`` and ``(N, K)``, with scales as ``hopper.operand`` makes.
+
+    Each sum of 128 products is multiplied by its two scales and added in float32, as in ``hopper``. M is a
+    multiple of ``128 * waves``, and N of ``128 * cluster``. ``interpret`` are parameters of Pallas's GPU
+    interpreter, which knows neither clusters nor single threads.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (lhs, lhs_scale), (rhs, rhs_scale), out_dtype = left, right, jnp.dtype(out_dtype)
+    (m, depth), n, stages, waves = lhs.shape, rhs.shape[0], config.stages, config.waves
+    rows, steps, is_square = TILE * waves, depth // SCALE_COLUMNS, rhs_scale.shape[1] < n
+    # With fewer steps a warpgroup could be ahead by more than a tile.
+    staggers = config.staggers and steps >= stages
+    num_m, num_n = m // rows, n // (TILE * config.cluster)
+    grid = min(num_cores() // config.cluster, num_m * num_n)
+    width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
+    layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
+    multicast = {"collective_axes": "cluster"} if is_cluster else {}
+
+    def in_units(itemsize: int) -> tuple[Any, ...]:
+        """Returns how shared memory stores a tile: in units of 8 rows and 128 bytes."""
+        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
+
+    def loaded(ref: Ref, index: Any, axis: int) -> jax.Array:
+        """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
+        if interpret:
+            return ref[index]
+        # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
+        args = (ref.at[index],) if jax.__version_info__ >= (0, 11) else (ref, index)
+        return plgpu.load(*args, layout=layout.reduce(axis))
+
+    def repeated(scale: jax.Array, axis: int) -> jax.Array:
+        """Repeats a vector of scales along ``axis`` of a wave."""
+        return lax.broadcast_in_dim(scale, (_HALF, TILE), (1 - axis,))
+
+    def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
+        lhs, rhs, lhs_scale, rhs_scale, out = refs
+        codes, columns = shared["codes"], shared["columns"]
+        row_scales, column_scales = shared["row_scales"], shared["column_scales"]
+        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
+        rank = lax.axis_index("cluster") if is_cluster else 0
+
+        def for_tiles(body: Callable[[Index, Index, Index], None]) -> None:
+            """Calls ``body(tiles before, row of tiles, column of tiles)`` for each tile of this core."""
+
+            def one(count: Index, _: None) -> None:
+                index = core + count * grid
+                strip, rest = lax.div(index, num_m * width), lax.rem(index, num_m * width)
+                t, j = lax.div(rest, width), strip * width + lax.rem(rest, width)
+                t += lax.rem(strip, 2) * (num_m - 1 - 2 * t)  # every other strip from below
+                body(count, t, j * config.cluster + rank)
+
+            lax.fori_loop(0, lax.div(num_m * num_n - core + grid - 1, grid), one, None)
+
+        def for_steps(count: Index, body: Callable[[Index, Index, Any], Any], carry: Any) -> Any:
+            """Calls ``body(step, slot, carry)`` for each step of a tile."""
+            slot = lambda k: lax.rem(count * steps + k, stages)  # noqa: E731
+            return lax.fori_loop(0, steps, lambda k, carry: body(k, slot(k), carry), carry)
+
+        def fetch_all() -> None:
+            def of_tile(count: Index, t: Index, j: Index) -> None:
+                down, across = pl.ds(t * rows, rows), pl.ds(j * TILE, TILE)
+
+                def fetch(k: Index, slot: Index, carry: int) -> int:
+                    plgpu.barrier_wait(free.at[slot])
+                    deep = pl.ds(k * SCALE_COLUMNS, SCALE_COLUMNS)
+                    plgpu.copy_gmem_to_smem(lhs.at[down, deep], codes.at[slot], full.at[slot], **multicast)
+                    # The interpreter cannot multiply by a transposed reference.
+                    place = (deep, across) if interpret else (across, deep)
+                    plgpu.copy_gmem_to_smem(rhs.at[place], columns.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(lhs_scale.at[k, down], row_scales.at[slot], full.at[slot])
+                    if not is_square:
+                        scales = rhs_scale.at[k, across]
+                        plgpu.copy_gmem_to_smem(scales, column_scales.at[slot], full.at[slot])
+                    return carry
+
+                for_steps(count, fetch, 0)
+
+            for_tiles(of_tile)
+            for slot in range(stages):  # the other core of a cluster may still arrive here
+                plgpu.barrier_wait(free.at[slot])
+
+        @pl.when(warpgroup == 2)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            if interpret:  # knows no warps
+                fetch_all()
+            else:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
+
+        @pl.when(warpgroup < 2)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            first = warpgroup * _HALF * waves  # this warpgroup's rows of a tile
+            mine = [pl.ds(first + wave * _HALF, _HALF) for wave in range(waves)]
+            for slot in range(stages):
+                plgpu.barrier_arrive(free.at[slot])
+
+            def of_tile(count: Index, t: Index, j: Index) -> None:
+                def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    scale: Any = rhs_scale[k, j] if is_square else None
+                    plgpu.barrier_wait(full.at[slot])
+                    of_rows = [loaded(row_scales, (slot, place), 1) for place in mine]
+                    new = []
+                    for wave, (place, total) in enumerate(zip(mine, totals)):
+
+                        def multiply(sums: Ref, place: Any = place) -> jax.Array:
+                            right = columns.at[slot]
+                            right = right if interpret else plgpu.transpose_ref(right, (1, 0))
+                            plgpu.wgmma(sums, codes.at[slot, place], right)
+                            return sums[...]
+
+                        sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
+                        if staggers and wave == 0:
+                            arrive = lambda: plgpu.barrier_arrive(turn.at[0])  # noqa: E731
+                            pl.when((k == 0) & (warpgroup == 0))(arrive)
+                        if is_square:
+                            factor = repeated(of_rows[wave] * scale, 1)
+                        else:
+                            of_columns = loaded(column_scales, (slot,), 0)
+                            factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
+                        if wave == waves - 1:
+                            if config.one_releases and not is_square:
+                                # All threads of the warpgroup have read the scales of the columns.
+                                plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+                            plgpu.barrier_arrive(free.at[slot])
+                        new.append(total + sums * factor)
+                    return tuple(new)
+
+                if staggers:
+                    pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn.at[0]))
+                zeros = jnp.zeros((_HALF, TILE), jnp.float32)
+                zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
+                for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
+                    for start in range(0, TILE, _PIECE):
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        result[warpgroup] = total[:, start : start + _PIECE].astype(out_dtype)
+                        plgpu.commit_smem()
+                        to = pl.ds(t * rows + place.start, _HALF), pl.ds(j * TILE + start, _PIECE)
+                        plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
+
+            for_tiles(of_tile)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    arrivals: dict[str, Any] = {"num_arrivals": 2, "num_barriers": stages}
+    of_cluster = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
+    has_cluster_barrier = is_cluster or config.one_releases
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(grid,),
+        grid_names=("core",),
+        cluster=(config.cluster,),
+        cluster_names=("cluster",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name=BLOCK_GEMM_HOPPER,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        scratch_types={
+            "codes": plgpu.SMEM((stages, rows, SCALE_COLUMNS), lhs.dtype, transforms=in_units(1)),
+            "columns": plgpu.SMEM((stages, TILE, SCALE_COLUMNS), rhs.dtype, transforms=in_units(1)),
+            "row_scales": plgpu.SMEM((stages, rows), jnp.float32),
+            "column_scales": plgpu.SMEM((stages, TILE if not is_square else 32), jnp.float32),
+            "result": plgpu.SMEM((2, _HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
+            "full": plgpu.Barrier(num_arrivals=3 if is_square else 4, num_barriers=stages),
+            "free": of_cluster if has_cluster_barrier else plgpu.Barrier(**arrivals),
+            "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        },
+        interpret=interpret,
+    )
+    operands = vary_alike(lhs, rhs.T if interpret else rhs, lhs_scale, rhs_scale)
+    with jax.named_scope(BLOCK_GEMM_HOPPER), jax.enable_x64(False):
+        product = run(*operands)
+    return vary_alike(product, *operands)[0]  # the kernel's result has lost the manual axes of the mesh
