@@ -116,6 +116,7 @@ CONTENDERS = {
     "nvfp4-mlps": Contender(recipe=fp8.NVFP4BlockScaling(), exclude=("attn", "logits")),
     "nvfp4-not-rotated": Contender(recipe=fp8.NVFP4BlockScaling(disable_rht=True)),
     "nvfp4-nearest": Contender(recipe=fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+    "nvfp4-four-over-six": Contender(recipe=fp8.NVFP4BlockScaling(four_over_six=True)),
     "nvfp4-then-bf16": Contender(recipe=fp8.NVFP4BlockScaling(), low_precision_until=0.8),
     "first-attention-wide": Contender(recipe=fp8.DelayedScaling(), exclude="block_0/attn"),
     **{

@@ -109,6 +109,8 @@ def quantized(
     block: tuple[int, ...],
     axis: int | None = None,
     bits: UInt8[jax.Array, "*dims"] | None = None,
+    *,
+    four_over_six: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the codes (e2m1), the scales of blocks (e4m3), and the scale of the tensor (float32).
 
@@ -125,10 +127,12 @@ def quantized(
     # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
     find = on_devices(partial(_amax_of_blocks, block=block, axis=axis), [of_x], [of_blocks])
     of_block = row_major(lax.optimization_barrier(find(x)))
-    encoding = encode_scale(finite_amax(of_block), _E2M1_MAX * _E4M3_MAX, _LARGEST_ENCODING)
+    # A block whose amax maps to 4 has a scale 1.5 times as large: 384, which e4m3 has.
+    largest_scale = np.float32(256) if four_over_six else _E4M3_MAX
+    encoding = encode_scale(finite_amax(of_block), _E2M1_MAX * largest_scale, _LARGEST_ENCODING)
     more = () if bits is None else (bits,)
     operands = [of_x, of_blocks, NamedDims(()), *(of_x for _ in more)]
-    cast = on_devices(partial(_cast, block, axis), operands, [of_x, of_blocks])
+    cast = on_devices(partial(_cast, block, axis, four_over_six), operands, [of_x, of_blocks])
     codes, scale = cast(x, of_block, encoding, *more)
     return codes, scale, np.float32(1) / encoding
 
@@ -136,6 +140,7 @@ def quantized(
 def _cast(
     block: tuple[int, ...],
     axis: int | None,
+    four_over_six: bool,
     x: jax.Array,
     of_block: jax.Array,
     encoding: jax.Array,
@@ -144,18 +149,34 @@ def _cast(
     """Returns codes and scales of blocks, from the amaxes of blocks and the factor for the tensor."""
     of_block = of_block.astype(jnp.float32)
     of_block = jnp.where(lax.is_finite(of_block), of_block, np.float32(np.nan))
-    of_block = quotient(of_block, jnp.full_like(of_block, _E2M1_MAX)) * encoding
-    scale = row_major(jnp.minimum(of_block, _E4M3_MAX).astype(jnp.float8_e4m3fn))
-    wide = scale.astype(jnp.float32)
-    # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program: at most 2**126. The
-    # values of a block whose scale is zero are zero, and so are its codes.
-    factor = jnp.where(wide == 0, np.float32(0), encoding / wide)
     x = x.astype(jnp.float32) if axis is None else hadamard(x, axis)
     blocks, within = split_blocks(x, block)
-    values = lax.clamp(-_E2M1_MAX, blocks * lax.expand_dims(factor, within), _E2M1_MAX)
+
+    def to_largest(largest: np.float32) -> tuple[jax.Array, jax.Array]:
+        """Returns values before they are rounded, and scales of blocks, if amaxes map to ``largest``."""
+        exact = quotient(of_block, jnp.full_like(of_block, largest)) * encoding
+        scale = jnp.minimum(exact, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+        wide = scale.astype(jnp.float32)
+        # This is 1 / (scale * tensor_scale), as XLA would write it in a jitted program: at most 2**126. The
+        # values of a block whose scale is zero are zero, and so are its codes.
+        factor = jnp.where(wide == 0, np.float32(0), encoding / wide)
+        return lax.clamp(-_E2M1_MAX, blocks * lax.expand_dims(factor, within), _E2M1_MAX), scale
+
+    values, scale = to_largest(_E2M1_MAX)
     if bits is not None:
         values = _rounded_stochastically(values, split_blocks(bits, block)[0])
-    return row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)), scale
+    elif four_over_six:
+        finer, scale_of_finer = to_largest(np.float32(4))
+        errors = [
+            jnp.sum((v.astype(jnp.float4_e2m1fn).astype(jnp.float32) - blocks * lax.expand_dims(
+                jnp.where(s.astype(jnp.float32) == 0, np.float32(0), encoding / s.astype(jnp.float32)), within)) ** 2, within)
+            * s.astype(jnp.float32) ** 2
+            for v, s in ((values, scale), (finer, scale_of_finer))
+        ]
+        is_finer = errors[1] < errors[0]
+        values = jnp.where(lax.expand_dims(is_finer, within), finer, values)
+        scale = jnp.where(is_finer, scale_of_finer, scale)
+    return row_major(join_blocks(values.astype(jnp.float4_e2m1fn), x.shape, block)), row_major(scale)
 
 
 def _rounded_stochastically(

@@ -267,6 +267,7 @@ class NVFP4Quantizer(Quantizer):
     block: tuple[int, int] = (1, 16)
     rotation: bool = False
     stochastic_rounding: bool = False
+    four_over_six: bool = False
 
     dtype: ClassVar[Any] = E2M1  # type: ignore[misc]
     scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
@@ -292,7 +293,9 @@ class NVFP4Quantizer(Quantizer):
         axis = dims.contract[-1] if self.rotation and dims.contract else None
         x = x if axis is None else nvfp4.filled(x, axis)
         bits = nvfp4.random_bits(key, x) if self.stochastic_rounding else None
-        codes, block_scale, tensor_scale = nvfp4.quantized(x, block, axis, bits)
+        codes, block_scale, tensor_scale = nvfp4.quantized(
+            x, block, axis, bits, four_over_six=self.four_over_six
+        )
         return QTensor(codes, block_scale, self, block, tensor_scale)
 
     @property

@@ -399,13 +399,14 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    four_over_six: bool = False
 
     @cached_property
     def gemms(self) -> CustomRecipe:
         for field in dataclasses.fields(self):
             check_bool(field.name, getattr(self, field.name))
-        x = NVFP4Quantizer()
-        w = NVFP4Quantizer(block=(1, 16) if self.disable_2d_quantization else (16, 16))
+        x = NVFP4Quantizer(four_over_six=self.four_over_six)
+        w = dataclasses.replace(x, block=(1, 16) if self.disable_2d_quantization else (16, 16))
         g = NVFP4Quantizer(stochastic_rounding=not self.disable_stochastic_rounding)
         xt, gt = (dataclasses.replace(q, rotation=not self.disable_rht) for q in (x, g))
         return CustomRecipe(
