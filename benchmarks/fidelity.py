@@ -23,11 +23,13 @@ validation_loss = the mean loss of 32,768 held-out bytes after the last step, in
 loss_in_bf16 = the same of the same weights, computed in bf16; loss_in_fp8 = computed with all layers in FP8
 and current scaling.
 
-emulated = FP8 written from the specification, in float32, without fp8flax.
+emulated = FP8 written from the specification, in float32, without fp8flax; -13-bits, -9-bits = the sums of
+dgrad and wgrad cut to so many bits of mantissa after each 32 products.
 
 nvfp4 = fp8.NVFP4BlockScaling() in all 25 layers; nvfp4-mlps = in the 8 of the MLPs alone; not-rotated,
 nearest = without rotation, without stochastic rounding; then-bf16 = the last fifth of the steps, and the
-validation, in bf16.
+validation, in bf16; four-over-six = the block scale that errs less, of those that map the largest value
+to 6 and to 4 (arXiv:2512.02010), where rounding is to the nearest; only commit a4084c93 can run it.
 
 first-attention-wide, wide-block-0 and others = delayed, with these layers in bf16; wide-forward-input and
 others = delayed, with one operand of one GEMM of all layers not cast to FP8, so that this GEMM runs in
@@ -264,7 +266,8 @@ def compared(runs: Sequence[Row], steps: int = SMALL.steps, base: str = "bf16") 
         if (r["size"], r["steps"]) == ("small", steps)
     }
     rows = []
-    for name in CONTENDERS:
+    # Also contenders that only an earlier commit could run.
+    for name in dict.fromkeys([*CONTENDERS, *(r["contender"] for r in runs)]):
         found = sorted(key[1:] for key in losses if key[0] == name and (base, *key[1:]) in losses)
         if not found:
             continue
