@@ -71,7 +71,7 @@ def test_speeds_on_an_h200(page):
 
 @pytest.mark.parametrize("page", [README, IN_CHINESE])
 def test_losses(page):
-    for name in ("delayed", "first-attention-wide", "flax-direct", "flax-qdq"):
+    for name in ("delayed", "wide-block-0", "flax-direct", "flax-qdq"):
         assert LOSSES[name] in PAGES[page]
     assert re.search(r"\b5\W+(seeds|个随机种子)", PAGES[page])
 
