@@ -29,8 +29,10 @@ class Statistics(dict[str, dict[str, dict[str, float]]]):
 
     def __str__(self) -> str:
         rows = self.by_tensor()
-        header = ("tensor", *next(iter(rows.values()), ()))
-        cells = [(name, *(f"{x:.3g}" for x in numbers.values())) for name, numbers in rows.items()]
+        # Kurtosis is for code that watches a run, and the table has the width of a terminal.
+        shown = [number for number in next(iter(rows.values()), ()) if number != "kurtosis"]
+        header = ("tensor", *shown)
+        cells = [(name, *(f"{numbers[x]:.3g}" for x in shown)) for name, numbers in rows.items()]
         return "\n".join(table_lines(header, cells))
 
 
@@ -73,7 +75,7 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
 
     Returns:
         A function of the same arguments that returns a dict ``{path: {role: {name: number}}}``, which
-        ``print`` shows as a table. The path is that of an op in the model, such as
+        ``print`` shows as a table, without the kurtosis. The path is that of an op in the model, such as
         ``"encoder/Dense_0/Fp8DotGeneralOp_0"``; the roles are ``input``, ``kernel`` and ``output_grad``.
 
     Raises:
