@@ -156,7 +156,7 @@ OPS: dict[type[Op], type[Fp8Op]] = {
 """The ops by their descriptions: the table of all ops, which conversion and reports read."""
 
 
-def row_of(primitive: Any) -> type[Op] | None:
+def op_type_of(primitive: Any) -> type[Op] | None:
     """Returns the description of the op that computes a JAX primitive, or None."""
     return next((op_type for op_type in OPS if op_type.primitive == primitive.name), None)
 

@@ -32,7 +32,7 @@ from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import Op, OpBase
 from fp8flax._core.types import OutSharding, Path
-from fp8flax._linen.ops import row_of
+from fp8flax._linen.ops import op_type_of
 from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
@@ -124,7 +124,7 @@ class Interception:
         if self.is_passing:
             return front.compute(primitive, operands, params)
         scope: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        op_type = row_of(primitive)
+        op_type = op_type_of(primitive)
         if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
                 site, kernel, arguments, keywords, restore = self._contraction(op_type, operands, params)
@@ -258,7 +258,7 @@ class Interception:
         # The modules in a function of nn.jit or nnx.jit were already watched when it was traced.
         is_handled = [HANDLED.search(equation.scopes) is not None for equation in inside]
         for equation, handled in zip(inside, is_handled):
-            if row_of(equation.eqn.primitive) and not handled and {*equation.inside} <= {*self.opens}:
+            if op_type_of(equation.eqn.primitive) and not handled and {*equation.inside} <= {*self.opens}:
                 return True
         has_params = any(self.origins.of(x) is not None for x in operands)
         return name == "jit" and has_params and not any(is_handled)

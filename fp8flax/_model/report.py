@@ -14,7 +14,7 @@ from fp8flax._core.gemm.gemm import GemmSizes
 from fp8flax._core.names import MODULE
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
-from fp8flax._linen.ops import row_of
+from fp8flax._linen.ops import op_type_of
 from fp8flax._model.interception import HANDLED, scope_in
 from fp8flax._model.rules import Site
 
@@ -107,7 +107,7 @@ def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[s
     decided = {scope_in(sites, site): site for site in sites.values()}
     counts: Counter[tuple[Site | tuple[str, str], GemmSizes]] = Counter()
     for eqn, scopes, times, inside in equations(program):
-        op_type = row_of(eqn.primitive)
+        op_type = op_type_of(eqn.primitive)
         if op_type is None:
             continue
         lhs, rhs, *more = (var.aval for var in eqn.invars)
