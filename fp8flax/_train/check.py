@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.sums import is_sum
+from fp8flax._compat.origins import is_made_from, is_sum
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, kept_state
+from fp8flax._core.state.state import ScalingState, kept_state, next_state_of
 from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
 
@@ -36,7 +36,8 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
     the old history. NaN is written if values are not known, as under ``jax.jit``. There it is also written
-    for a sum of states, which may have such values after a division.
+    for a sum of states, which may have such values after a division; and where the program shows that a
+    step made the new state of the old one, the values are not looked at.
     """
     shapes, new_shapes = (
         [(path_str(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -47,8 +48,13 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
             "The gradient of the scaling state has another structure than the state, or other shapes: "
             f"{new_shapes} instead of {shapes}. {_WHAT_TO_CALL}"
         )
-    found = StateTree.of(new)
-    olds, news = found.states(jax.tree.leaves(old)), found.states()
+    found, old_leaves = StateTree.of(new), jax.tree.leaves(old)
+    # In a traced program most states are results of ``next_state_of`` the old ones, and need no check.
+    name = next_state_of.__name__
+    found = found.where(
+        [not all(is_made_from(old_leaves[i], found.leaves[i], name) for i in pair) for pair in found.pairs]
+    )
+    olds, news = found.states(old_leaves), found.states()
     fits_of_all = [
         jnp.zeros_like(fits) if any(is_sum(found.leaves[i]) for i in pair) else fits
         for pair, fits in zip(found.pairs, each_alike(_can_follow, olds, news))
@@ -74,10 +80,15 @@ def _is_unknown(x: object) -> bool:
     return isinstance(x, jax.core.Tracer) or not (x.is_fully_addressable or x.is_fully_replicated)
 
 
+def _kept(old: ScalingState, new: ScalingState) -> ScalingState:
+    """Returns ``new`` where it is valid, and ``old`` elsewhere."""
+    return kept_state(old, new, new.amax_history[..., :1])
+
+
 def _after(old: ScalingState, new: ScalingState, fits: jax.Array) -> ScalingState:
     """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
     marked = old._replace(scale=jnp.full_like(old.scale, np.nan))
-    return jax.tree.map(partial(jnp.where, fits), kept_state(old, new), marked)
+    return jax.tree.map(partial(jnp.where, fits), _kept(old, new), marked)
 
 
 def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
@@ -85,7 +96,7 @@ def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
 
     The result has the shape of the scale: stacked layers have one result each.
     """
-    kept = kept_state(old, new)
+    kept = _kept(old, new)
     before, after = vary_alike(_normal(old.amax_history), _normal(kept.amax_history))
     moved = jnp.roll(before, -1, -1)
     is_newest = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) == 0

@@ -322,6 +322,24 @@ MISTAKES = {
 }
 
 
+def test_the_check_of_a_state_that_the_program_shows_costs_nothing():
+    graphdef, start = nnx.split(Model(nnx.Rngs(0)))
+
+    def step(start, factor):
+        model = nnx.merge(graphdef, start)
+        grads = fp8nnx.grad(loss_of)(model, X)
+        if factor is None:
+            return nnx.state(grads, fp8nnx.OverwriteWithGradient)
+        fp8nnx.overwrite_state(model, grads if factor == 1 else jax.tree.map(lambda g: factor * g, grads))
+        return nnx.state(model, fp8nnx.OverwriteWithGradient)
+
+    unchecked, checked, multiplied = (
+        jax.jit(partial(step, factor=factor)).lower(start).compile().as_text().count(" = ")
+        for factor in (None, 1, 0.5)
+    )
+    assert checked == unchecked < multiplied / 1.2
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_loud(mistake, wrap):

@@ -433,10 +433,13 @@ def multiplied(tree, factor):
     return jax.tree.map(lambda leaf: factor * leaf, tree)
 
 
+def train_state(variables):
+    return fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
+
+
 def apply_to_state(variables, grads):
     """Returns the scaling state after ``apply_gradients``."""
-    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
-    return state.apply_gradients(grads=grads).params[OWG]
+    return train_state(variables).apply_gradients(grads=grads).params[OWG]
 
 
 apply_jitted = jax.jit(apply_to_state)
@@ -537,6 +540,58 @@ class TestGradientsThatWereChanged:
         for _ in range(2):
             expected = {**expected, OWG: jax.device_get(jitted(expected, xs))[OWG]}
         assert_trees_equal(jax.jit(sharded(step))(variables, xs)[OWG], expected[OWG])
+
+
+IN_ONE_PROGRAM = {
+    "of an older state": lambda grad, v, x: grad(VARIABLES, x),
+    "two steps on": lambda grad, v, x: grad({**v, OWG: grad(v, 5 * x)[OWG]}, x),
+    "of another tensor": lambda grad, v, x: exchanged(grad(v, x)),
+    "a product": lambda grad, v, x: multiplied(grad(v, x), 0.5),
+    "a mean": lambda grad, v, x: jax.tree.map(lambda a, b: (a + b) / 2, grad(v, x), grad(v, 3 * x)),
+}
+
+
+def exchanged(grads):
+    """Returns gradients in which the input and the kernel of a layer have each other's state."""
+    changed = jax.tree.map(lambda x: x, grads)
+    op = op_of(changed)
+    for name in ("scale", "amax_history"):
+        op[f"input_{name}"], op[f"kernel_{name}"] = op[f"kernel_{name}"], op[f"input_{name}"]
+    return changed
+
+
+@pytest.mark.parametrize("grad", [fp8.grad(mse), gradient], ids=["grad", "jit"])
+@pytest.mark.parametrize("change", IN_ONE_PROGRAM.values(), ids=IN_ONE_PROGRAM)
+def test_what_is_not_the_next_state_in_one_program(change, grad):
+    after = jax.jit(lambda v, x: apply_to_state(v, change(grad, v, x)))(trained(2), X)
+    assert jnp.isnan(op_of({OWG: after})["input_scale"])
+
+
+@pytest.mark.parametrize("grad", [fp8.grad(mse), gradient], ids=["grad", "jit"])
+def test_the_next_state_in_one_program(grad):
+    after = jax.jit(lambda v, x: apply_to_state(v, grad(v, x)))(trained(2), X)
+    assert_trees_equal(after, gradient(trained(2), X)[OWG])
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        fp8.grad(mse),
+        jax.grad(lambda v, x: jnp.mean(train_state(v).apply_fn(v, x) ** 2)),
+        lambda v, x: fp8.accumulate_gradients(mse)(v, x[None])[1],
+        lambda v, x: fp8.DynamicScale().value_and_grad(mse)(v, x)[-1],
+    ],
+    ids=["grad", "jax.grad", "accumulate", "DynamicScale"],
+)
+@pytest.mark.usefixtures("stacking")
+def test_the_check_of_a_state_that_the_program_shows_costs_nothing(grad):
+    def num_instructions(f):
+        return jax.jit(f).lower(trained(2), X).compile().as_text().count(" = ")
+
+    expected = num_instructions(lambda v, x: grad(v, x)[OWG])
+    assert num_instructions(lambda v, x: apply_to_state(v, grad(v, x))) == expected
+    multiplied_state = num_instructions(lambda v, x: apply_to_state(v, multiplied(grad(v, x), 0.5)))
+    assert multiplied_state > 1.2 * expected
 
 
 @pytest.mark.usefixtures("stacking")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -143,6 +144,11 @@ class StateTree:
         """Returns the path of each amax history, as messages name a tensor."""
         return [path_str(self.paths[j]) for _, j in self.pairs]
 
+    def where(self, chosen: Sequence[bool]) -> StateTree:
+        """Returns the tree with some of its states; the others are leaves like any other."""
+        pairs, axes = list(compress(self.pairs, chosen)), list(compress(self.axes, chosen))
+        return dataclasses.replace(self, pairs=pairs, axes=axes)
+
     def states(self, leaves: Sequence[Any] | None = None) -> list[ScalingState]:
         """Returns the scale and the history of each pair, with the past amaxes on the last axis.
 
@@ -150,7 +156,7 @@ class StateTree:
         """
         leaves = self.leaves if leaves is None else leaves
         return [
-            ScalingState(*(jnp.moveaxis(on_device(leaves[i]), axis, -1) for i in pair))
+            ScalingState(*(_moved(on_device(leaves[i]), axis, leaves[i].ndim - 1) for i in pair))
             for pair, axis in zip(self.pairs, self.axes)
         ]
 
@@ -159,8 +165,13 @@ class StateTree:
         leaves = list(self.leaves if leaves is None else leaves)
         for pair, axis, state in zip(self.pairs, self.axes, states):
             for i, x in zip(pair, state):
-                leaves[i] = jnp.moveaxis(x, -1, axis)
+                leaves[i] = _moved(x, x.ndim - 1, axis)
         return self.treedef.unflatten(leaves)
+
+
+def _moved(x: jax.Array, axis: int, to: int) -> jax.Array:
+    """Returns ``jnp.moveaxis(x, axis, to)``, and most often ``x`` itself, which takes no time to trace."""
+    return x if axis == to else jnp.moveaxis(x, axis, to)
 
 
 # Taking the state into a gradient, and out of it.
