@@ -1,8 +1,8 @@
-"""Says how a value that JAX traces was made: as a sum, or by a function of ours from which arguments.
+"""Says how a value that JAX traces was made: as a sum, or by a function of ours from which argument.
 
-Why: the next scaling state must be what a step made of the old one. The mean of several next states, of
+Why: the next scaling state must be what a step makes of the old one. The mean of several next states, of
 microbatches, has values that a step could make, too, so its values alone do not tell. And where the program
-tells, its values need no check.
+tells, nobody has to look at the values.
 
 Internals: ``parent`` and ``val`` of the tracers of ``jax.jit``. Without them nothing is found.
 """
@@ -17,22 +17,33 @@ from jax.extend.core import Literal
 _MadeBy: TypeAlias = Callable[[Any], tuple[Any, int] | None]
 """Returns the equation that makes a value, and the place of the value among its results."""
 
-_KEEPS_SUMS = ("mul", "div", "convert_element_type", "sharding_constraint", "reshard", "copy")
+_KEEPS_VALUE = ("stop_gradient", "sharding_constraint", "reshard", "copy")
+_KEEPS_SUMS = (*_KEEPS_VALUE, "mul", "div", "convert_element_type")
 
 
 def is_made_from(argument: object, x: object, function: str) -> bool:
     """Returns whether ``x`` is a result of a jitted function, and ``argument`` the argument in its place.
 
-    The function is found by its name. The places are those among the leaves of results and arguments.
+    The function is found by its name. The places are those among the leaves of results and arguments. ``x``
+    may also be the maximum over devices of such results.
     """
-    found = _of_tracer(x)
-    if found is None or found[0].params.get("name") != function:
-        return False
+    return _argument(x, function, _of_tracer) is argument
+
+
+def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
+    """Returns the argument in the place of ``x``; None if it is not a result of the function."""
+    x, found = _followed(x, (*_KEEPS_VALUE, "pmax", "pvary"), made_by)
+    if found is None:
+        return None
     eqn, place = found
-    passed = eqn.invars[place]
-    while (made := _of_tracer(passed)) and made[0].primitive.name == "stop_gradient":
-        passed = made[0].invars[0]
-    return passed is argument
+    if eqn.params.get("name") == function:
+        return _followed(eqn.invars[place], _KEEPS_VALUE, made_by)[0]
+    if eqn.primitive.name != "jit":
+        return None
+    program = eqn.params["jaxpr"].jaxpr  # of another jitted function, in which the function was called
+    argument = _argument(program.outvars[place], function, _in_program(program))
+    places = [i for i, var in enumerate(program.invars) if var is argument]
+    return _followed(eqn.invars[places[0]], _KEEPS_VALUE, made_by)[0] if places else None
 
 
 def is_sum(x: object) -> bool:
@@ -54,11 +65,22 @@ def _is_sum(x: Any, made_by: _MadeBy) -> bool:
     has_same_results = program is not None and len(program.outvars) == len(eqn.outvars)
     if not has_same_results or eqn.params.get("length") == 1:  # a sum over one pass is its summand
         return False
-    made = {y: (each, i) for each in program.eqns for i, y in enumerate(each.outvars)}
-    return _is_sum(program.outvars[place], lambda y: None if isinstance(y, Literal) else made.get(y))
+    return _is_sum(program.outvars[place], _in_program(program))
+
+
+def _followed(x: Any, primitives: tuple[str, ...], made_by: _MadeBy) -> tuple[Any, tuple[Any, int] | None]:
+    """Returns the value that some primitives made ``x`` of, and how that value was made."""
+    while (found := made_by(x)) and found[0].primitive.name in primitives:
+        x = found[0].invars[found[1]]
+    return x, found
 
 
 def _of_tracer(x: Any) -> tuple[Any, int] | None:
     eqn = getattr(x, "parent", None)
     places = [i for i, var in enumerate(getattr(eqn, "outvars", ())) if var is getattr(x, "val", None)]
     return (eqn, places[0]) if places else None
+
+
+def _in_program(program: Any) -> _MadeBy:
+    made = {y: (each, i) for each in program.eqns for i, y in enumerate(each.outvars)}
+    return lambda y: None if isinstance(y, Literal) else made.get(y)

@@ -14,7 +14,6 @@ from fp8flax._compat.origins import is_made_from, is_sum
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
-from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, kept_state, next_state_of
 from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
@@ -57,7 +56,7 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     olds, news = found.states(old_leaves), found.states()
     fits_of_all = [
         jnp.zeros_like(fits) if any(is_sum(found.leaves[i]) for i in pair) else fits
-        for pair, fits in zip(found.pairs, each_alike(_can_follow, olds, news))
+        for pair, fits in zip(found.pairs, map(_can_follow, olds, news))
     ]
     wrong = [
         path
@@ -70,7 +69,7 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
             "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
             f"gradients, or belongs to other variables. {_WHAT_TO_CALL}"
         )
-    return found.replaced(each_alike(_after, olds, news, fits_of_all, in_parts=True))
+    return found.replaced(list(map(_after, olds, news, fits_of_all)))
 
 
 def _is_unknown(x: object) -> bool:
@@ -85,12 +84,14 @@ def _kept(old: ScalingState, new: ScalingState) -> ScalingState:
     return kept_state(old, new, new.amax_history[..., :1])
 
 
+@jax.jit
 def _after(old: ScalingState, new: ScalingState, fits: jax.Array) -> ScalingState:
     """Returns the next state of one tensor; the old one with a NaN scale if no step can make ``new``."""
     marked = old._replace(scale=jnp.full_like(old.scale, np.nan))
     return jax.tree.map(partial(jnp.where, fits), _kept(old, new), marked)
 
 
+@jax.jit
 def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
     """Returns whether one step can make ``new`` of ``old``, see ``checked_next_state``.
 

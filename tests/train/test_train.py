@@ -573,20 +573,27 @@ def test_the_next_state_in_one_program(grad):
     assert_trees_equal(after, gradient(trained(2), X)[OWG])
 
 
+on_two_devices = partial(
+    jax.shard_map, mesh=mesh(data=2), in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False
+)
+
+
 @pytest.mark.parametrize(
-    "grad",
+    ("grad", "wrap"),
     [
-        fp8.grad(mse),
-        jax.grad(lambda v, x: jnp.mean(train_state(v).apply_fn(v, x) ** 2)),
-        lambda v, x: fp8.accumulate_gradients(mse)(v, x[None])[1],
-        lambda v, x: fp8.DynamicScale().value_and_grad(mse)(v, x)[-1],
+        (fp8.grad(mse), jax.jit),
+        (gradient, jax.jit),
+        (jax.grad(lambda v, x: jnp.mean(train_state(v).apply_fn(v, x) ** 2)), jax.jit),
+        (lambda v, x: fp8.accumulate_gradients(mse)(v, x[None])[1], jax.jit),
+        (lambda v, x: fp8.DynamicScale().value_and_grad(mse)(v, x)[-1], jax.jit),
+        (lambda v, x: fp8.pmean_gradients(fp8.grad(mse)(v, x), "data"), on_two_devices),
     ],
-    ids=["grad", "jax.grad", "accumulate", "DynamicScale"],
+    ids=["grad", "jit", "jax.grad", "accumulate", "DynamicScale", "pmean_gradients"],
 )
 @pytest.mark.usefixtures("stacking")
-def test_the_check_of_a_state_that_the_program_shows_costs_nothing(grad):
+def test_the_check_of_a_state_that_the_program_shows_costs_nothing(grad, wrap):
     def num_instructions(f):
-        return jax.jit(f).lower(trained(2), X).compile().as_text().count(" = ")
+        return jax.jit(wrap(f)).lower(trained(2), X).compile().as_text().count(" = ")
 
     expected = num_instructions(lambda v, x: grad(v, x)[OWG])
     assert num_instructions(lambda v, x: apply_to_state(v, grad(v, x))) == expected
