@@ -1,8 +1,8 @@
-"""Says how a value that JAX traces was made: as a sum, or by a function of ours from which argument.
+"""Says how a value that JAX traces was made: by a function of ours from which argument, or by arithmetic.
 
-Why: the next scaling state must be what a step makes of the old one. The mean of several next states, of
-microbatches, has values that a step could make, too, so its values alone do not tell. And where the program
-tells, nobody has to look at the values.
+Why: the next scaling state must be what a step makes of the old one. Where the program tells that it is,
+nobody has to look at its values. And values alone do not tell the mean of several next states, of
+microbatches or of devices, from a state that a step could make, nor a newest amax that was clipped.
 
 Internals: ``parent`` and ``val`` of the tracers of ``jax.jit``. Without them nothing is found.
 """
@@ -18,7 +18,8 @@ _MadeBy: TypeAlias = Callable[[Any], tuple[Any, int] | None]
 """Returns the equation that makes a value, and the place of the value among its results."""
 
 _KEEPS_VALUE = ("stop_gradient", "sharding_constraint", "reshard", "copy")
-_KEEPS_SUMS = (*_KEEPS_VALUE, "mul", "div", "convert_element_type")
+_KEEPS_ARITHMETIC = (*_KEEPS_VALUE, "mul", "div", "convert_element_type")
+_ARITHMETIC = ("add", "add_any", "psum", "psum_invariant", "min", "clamp")
 
 
 def is_made_from(argument: object, x: object, function: str) -> bool:
@@ -46,26 +47,26 @@ def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
     return _followed(eqn.invars[places[0]], _KEEPS_VALUE, made_by)[0] if places else None
 
 
-def is_sum(x: object) -> bool:
-    """Returns whether a tracer is a sum of two values, or of the passes of a loop."""
-    return _is_sum(x, _of_tracer)
+def is_arithmetic(x: object) -> bool:
+    """Returns whether a tracer is a sum of values, of the passes of a loop or over devices, or was clipped."""
+    return _is_arithmetic(x, _of_tracer)
 
 
-def _is_sum(x: Any, made_by: _MadeBy) -> bool:
+def _is_arithmetic(x: Any, made_by: _MadeBy) -> bool:
     found = made_by(x)
     if found is None:
         return False
     eqn, place = found
-    if eqn.primitive.name in ("add", "add_any"):
+    if eqn.primitive.name in _ARITHMETIC:
         return True
-    if eqn.primitive.name in _KEEPS_SUMS:  # a factor is a scalar that was broadcast
-        return any(_is_sum(y, made_by) for y in eqn.invars if y.aval.shape == x.aval.shape)
+    if eqn.primitive.name in _KEEPS_ARITHMETIC:  # a factor is a scalar that was broadcast
+        return any(_is_arithmetic(y, made_by) for y in eqn.invars if y.aval.shape == x.aval.shape)
     program = eqn.params.get("jaxpr", eqn.params.get("body_jaxpr"))
     program = getattr(program, "jaxpr", program)
     has_same_results = program is not None and len(program.outvars) == len(eqn.outvars)
     if not has_same_results or eqn.params.get("length") == 1:  # a sum over one pass is its summand
         return False
-    return _is_sum(program.outvars[place], _in_program(program))
+    return _is_arithmetic(program.outvars[place], _in_program(program))
 
 
 def _followed(x: Any, primitives: tuple[str, ...], made_by: _MadeBy) -> tuple[Any, tuple[Any, int] | None]:

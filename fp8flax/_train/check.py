@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.origins import is_made_from, is_sum
+from fp8flax._compat.origins import is_made_from, is_arithmetic
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
@@ -34,9 +34,9 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     A step moves the past amaxes of a history on by one place, or leaves them (no gradient, or a NaN or an
     Inf in the data). ``pmean_gradients`` returns the maximum of both. So each past amax is the old one of
     its place, or the one that moves there; the newest can be any. The scale is the old one, or follows from
-    the old history. NaN is written if values are not known, as under ``jax.jit``. There it is also written
-    for a sum of states, which may have such values after a division; and where the program shows that a
-    step made the new state of the old one, the values are not looked at.
+    the old history. NaN is written if values are not known, as under ``jax.jit``. There the program
+    often shows that a step made the new state of the old one: then values are not looked at. Or it shows a
+    sum over microbatches or devices, or a clip, whose values may be those of a step: then NaN is written.
     """
     shapes, new_shapes = (
         [(path_str(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -55,7 +55,7 @@ def checked_next_state(old: PyTree, new: PyTree) -> PyTree:
     )
     olds, news = found.states(old_leaves), found.states()
     fits_of_all = [
-        jnp.zeros_like(fits) if any(is_sum(found.leaves[i]) for i in pair) else fits
+        jnp.zeros_like(fits) if any(is_arithmetic(found.leaves[i]) for i in pair) else fits
         for pair, fits in zip(found.pairs, map(_can_follow, olds, news))
     ]
     wrong = [
@@ -156,7 +156,7 @@ def check_state(variables: PyTree, before: PyTree = None) -> None:
 
     It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
     maximum (use ``pmean_gradients``, ``accumulate_gradients``), or ``jnp.clip`` of each element. (Under
-    ``jax.jit``, ``apply_gradients`` and ``merge_state`` see a mean that the same program computes.)
+    ``jax.jit``, ``apply_gradients`` and ``merge_state`` see them if the same program computes them.)
 
     Args:
         variables: an NNX module, or a tree that holds scaling state, such as ``TrainState.params``, the

@@ -547,6 +547,7 @@ IN_ONE_PROGRAM = {
     "two steps on": lambda grad, v, x: grad({**v, OWG: grad(v, 5 * x)[OWG]}, x),
     "of another tensor": lambda grad, v, x: exchanged(grad(v, x)),
     "a product": lambda grad, v, x: multiplied(grad(v, x), 0.5),
+    "clipped": lambda grad, v, x: jax.tree.map(lambda g: jnp.clip(g, -1e6, 1e6), grad(v, x)),
     "a mean": lambda grad, v, x: jax.tree.map(lambda a, b: (a + b) / 2, grad(v, x), grad(v, 3 * x)),
 }
 
@@ -564,6 +565,19 @@ def exchanged(grads):
 @pytest.mark.parametrize("change", IN_ONE_PROGRAM.values(), ids=IN_ONE_PROGRAM)
 def test_what_is_not_the_next_state_in_one_program(change, grad):
     after = jax.jit(lambda v, x: apply_to_state(v, change(grad, v, x)))(trained(2), X)
+    assert jnp.isnan(op_of({OWG: after})["input_scale"])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_mean_over_devices_in_one_program(check_vma):
+    """Its values are those of a state that a step could make."""
+
+    def step(v, x):
+        grads = fp8.grad(mse)(lax.pcast(v, "data", to="varying"), x)
+        return apply_to_state(v, lax.pmean(grads, "data"))
+
+    split = partial(jax.shard_map, mesh=mesh(data=2), in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+    after = jax.jit(split(step, check_vma=check_vma))(trained(2), jnp.concatenate([X, 2 * X]))
     assert jnp.isnan(op_of({OWG: after})["input_scale"])
 
 
