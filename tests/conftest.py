@@ -130,11 +130,11 @@ def pytest_sessionfinish(session):
 @pytest.fixture
 def stacking(monkeypatch):
     """Stacks the arrays of states, as programs for GPUs do. Programs for CPUs compute each by itself."""
-    from fp8flax._core.state import batching
+    from fp8flax._core.state import stacking
 
     stacking_lax = SimpleNamespace(**vars(jax.lax))
     stacking_lax.platform_dependent = lambda *args, cpu, default: default(*args)
-    monkeypatch.setattr(batching, "lax", stacking_lax)
+    monkeypatch.setattr(stacking, "lax", stacking_lax)
     jax.clear_caches()
     yield
     jax.clear_caches()

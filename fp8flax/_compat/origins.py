@@ -48,7 +48,7 @@ def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
 
 
 def is_arithmetic(x: object) -> bool:
-    """Returns whether a tracer is a sum of values, of the passes of a loop or over devices, or was clipped."""
+    """Returns whether a tracer was clipped, or is a sum: of values, of a loop's passes, or over devices."""
     return _is_arithmetic(x, _of_tracer)
 
 

@@ -41,7 +41,7 @@ from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import amax_to_scale, is_usable, push_amax
 from fp8flax._core.shapes import Float32, Shaped
-from fp8flax._core.state.batching import each_alike
+from fp8flax._core.state.stacking import for_each_tensor
 from fp8flax._core.types import PyTree
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
@@ -111,7 +111,7 @@ def step_scale(quantizer: DelayedQuantizer, state: ScalingState) -> Float32[jax.
 
 
 # A meta has the scales of ``DelayedScaling()``, because a GPU computes those of all tensors in a few
-# kernels (``batching.each_alike``). An op with other options computes its scale from the history.
+# kernels (``stacking.for_each_tensor``). An op with other options computes its scale from the history.
 _IN_META = {DelayedQuantizer(dtype=jnp.float8_e4m3fn): 1, DelayedQuantizer(dtype=jnp.float8_e5m2): 2}
 """The place of each quantizer's scale in a meta, whatever the length of the history."""
 
@@ -168,7 +168,9 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
     if missing:  # tracing a function with a derivative of its own costs time, also for no states
         # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array
         # of all metas.
-        made = [pack_meta(*numbers) for numbers in each_alike(_meta_numbers, lax.stop_gradient(missing))]
+        made = [
+            pack_meta(*numbers) for numbers in for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
+        ]
         metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing, missing))
     return [
         ScalingState(
@@ -185,7 +187,7 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
 def next_states(states: Sequence[ScalingState], cotangents: Arrays) -> list[ScalingState]:
     """Returns the states after a step, from the cotangents of their metas."""
     numbers = zip(*(unpack_meta(g, 2) for g in cotangents))
-    made = each_alike(next_state, states, *numbers, in_parts=True)
+    made = for_each_tensor(next_state, states, *numbers, large_results=True)
     return list(map(next_state_of, states, made))
 
 

@@ -1,4 +1,16 @@
-"""Stacks small arrays of one shape, so that a GPU starts a few kernels for all, not a few for each."""
+"""Computes a function of the state of each tensor, in few GPU kernels for all tensors.
+
+A model has hundreds of tensors, each with a small state, and a GPU takes longer to launch a kernel than to
+compute one of them. So a program for a GPU stacks the states of one shape::
+
+    84 states        each a scale (1,) and a history (1024,)
+    their rows       (84, 1025), which one kernel makes of all states
+    the stack        one state with a scale (84, 1) and a history (84, 1024): columns of the rows
+    the results      of ``jax.vmap(f)`` of the stack, taken apart again
+
+A program for a CPU computes each state by itself: XLA for CPUs would compile the stacked computation again
+into every operation that reads a result.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +25,14 @@ from jax import lax
 from fp8flax._core.types import PyTree
 
 
-def each_alike(f: Callable[..., PyTree], *args: Sequence[PyTree], in_parts: bool = False) -> list[PyTree]:
-    """Returns ``[f(*each) for each in zip(*args)]``, for trees of arrays.
+def for_each_tensor(
+    f: Callable[..., PyTree], *args: Sequence[PyTree], large_results: bool = False
+) -> list[PyTree]:
+    """Returns ``[f(*each) for each in zip(*args)]``, for trees of small arrays, such as states.
 
-    A GPU stacks the trees whose arrays have equal types and shardings, and applies ``f`` to the stacked
-    arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for CPUs would compile the stacked
-    computation again into every operation that reads a result. With ``in_parts``, a GPU applies ``f`` to
-    each part of the stack. Use it if the results are large: a stacked result would be copied into the
-    buffers that the step returns.
+    With ``large_results``, ``f`` takes each state out of the rows, and is computed for each by itself; XLA
+    makes few kernels with several results of that. A stacked result would be copied once more, into the
+    buffers that a training step returns.
 
     Define ``f`` once: outside of jit, JAX's caches compare functions by identity.
     """
@@ -35,39 +47,39 @@ def each_alike(f: Callable[..., PyTree], *args: Sequence[PyTree], in_parts: bool
     results: dict[int, PyTree] = {}
     for members in groups.values():
         of_members = [tuple(values[i] for values in args) for i in members]
-        results.update(zip(members, _alike(f, in_parts, of_members), strict=True))
+        results.update(zip(members, _of_one_shape(f, large_results, of_members), strict=True))
     return [results[i] for i in range(len(results))]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _alike(f: Callable[..., PyTree], in_parts: bool, trees: list[PyTree]) -> list[PyTree]:
+def _of_one_shape(f: Callable[..., PyTree], large_results: bool, trees: list[PyTree]) -> list[PyTree]:
     """Returns ``[f(*tree) for tree in trees]``, for trees that can be stacked."""
     f_traced_once = jax.jit(f)
 
     def one_by_one(trees: list[PyTree]) -> list[PyTree]:
         return [f_traced_once(*tree) for tree in trees]
 
-    def at_once(trees: list[PyTree]) -> list[PyTree]:
+    def stacked(trees: list[PyTree]) -> list[PyTree]:
         # Because of the barrier, one kernel alone reads each array. If several GPU kernels read a donated
         # array, XLA copies it before it overwrites it.
         stack = lax.optimization_barrier([_rows(of_arg) for of_arg in zip(*trees)])
         stack = [_from_rows(like, rows) for like, rows in zip(trees[0], stack)]
-        if in_parts:
+        if large_results:
             return one_by_one(_unstack(stack, len(trees)))
         return _unstack(jax.vmap(f_traced_once)(*stack), len(trees))
 
     if len(trees) == 1:
         return one_by_one(trees)
-    return lax.platform_dependent(trees, cpu=one_by_one, default=at_once)
+    return lax.platform_dependent(trees, cpu=one_by_one, default=stacked)
 
 
 def _rows(trees: Sequence[PyTree]) -> jax.Array:
-    """Stacks trees in one array: the leaves of a tree, which may differ in their last axis, are a row."""
+    """Returns an array with a row for each tree: its leaves, which may differ in their last axis."""
     return jnp.stack([lax.concatenate(leaves := jax.tree.leaves(x), leaves[0].ndim - 1) for x in trees])
 
 
 def _from_rows(like: PyTree, rows: jax.Array) -> PyTree:
-    """Returns the stacked tree in ``rows``, the result of ``_rows``; ``like`` is one of its trees."""
+    """Returns the stack: ``rows``, taken apart into the leaves of a tree such as ``like``."""
     leaves, treedef = jax.tree.flatten(like)
     return treedef.unflatten(lax.split(rows, [x.shape[-1] for x in leaves], rows.ndim - 1))
 
