@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._compat.choice_at_lowering import choose_at_lowering
 from fp8flax._core.gemm import (
     blackwell,
     cublaslt,
@@ -155,7 +155,7 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
 
     if compute_capability():
         of_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
-        on_gpu = partial(unless_partitioned, of_part, of_parts, in_xla)
+        on_gpu = partial(choose_at_lowering, of_part, of_parts, in_xla)
     return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
 
@@ -217,7 +217,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]
-    on_gpu = partial(unless_partitioned, one, of_parts, in_tiles)
+    on_gpu = partial(choose_at_lowering, one, of_parts, in_tiles)
     return lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
 
 
@@ -266,7 +266,7 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
         first, second = on_shards(one, [dims], [dims, dims], scope)(source)
         return first, first if quantizer.serves_both else second
 
-    on_gpu = partial(unless_partitioned, by_kernel if has_kernel else in_xla, of_parts, in_xla)
+    on_gpu = partial(choose_at_lowering, by_kernel if has_kernel else in_xla, of_parts, in_xla)
     source = master if has_kernel and master is not None else x
     return lax.platform_dependent(
         x, source, cuda=lambda _, source: on_gpu(source), default=lambda x, _: in_xla(x)

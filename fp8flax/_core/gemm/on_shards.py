@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._compat.choice_at_lowering import choose_at_lowering
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.types import PyTree
@@ -103,7 +103,7 @@ def on_devices(f: Function, operands: Sequence[NamedDims], results: Sequence[Nam
     @custom_vmap
     def run(*args: jax.Array) -> PyTree:
         of_parts = on_shards(f, operands, results)
-        return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
+        return lax.platform_dependent(*args, cuda=partial(choose_at_lowering, f, of_parts, f), default=f)
 
     @run.def_vmap
     def _(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[PyTree, PyTree]:
