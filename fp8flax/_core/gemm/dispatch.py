@@ -26,6 +26,7 @@ from fp8flax._core.gemm import (
     emulated,
     hopper,
     hopper_ahead,
+    hopper_experts,
     quantize_blocks_mosaic,
     ragged,
 )
@@ -198,8 +199,8 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
     ):
         return in_tiles(a, b, group_sizes)
     one, scope = in_tiles, ""
-    if hopper.supports_experts(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
-        one, scope = partial(hopper.compute_experts, gemm), GROUPED_GEMM
+    if hopper_experts.supports(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
+        one, scope = partial(hopper_experts.compute, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""

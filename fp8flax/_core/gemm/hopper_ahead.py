@@ -21,11 +21,12 @@ from fp8flax._core.gemm import hopper
 from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, Ref, from_matrices
 from fp8flax._core.gemm.gpus import new_kernels, num_cores
 from fp8flax._core.gemm.hopper import Index, Operand
+from fp8flax._core.gemm.mosaic import HALF, in_units, load
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor, Quantizer, round_up
 
-_HALF, _PIECE = TILE // 2, 64
-"""The rows that a warpgroup multiplies at once, and the columns of a result that it writes at once."""
+_PIECE = 64
+"""The columns of a result that a warpgroup writes at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,9 @@ def block_gemm(
     layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
     multicast = {"collective_axes": "cluster"} if is_cluster else {}
 
-    def in_units(itemsize: int) -> tuple[Any, ...]:
-        """Returns how shared memory stores a tile: in units of 8 rows and 128 bytes."""
-        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
-
-    def loaded(ref: Ref, index: Any, axis: int) -> jax.Array:
-        """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
-        if interpret:
-            return ref[index]
-        # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
-        args = (ref.at[index],) if jax.__version_info__ >= (0, 11) else (ref, index)
-        return plgpu.load(*args, layout=layout.reduce(axis))
-
     def repeated(scale: jax.Array, axis: int) -> jax.Array:
         """Repeats a vector of scales along ``axis`` of a wave."""
-        return lax.broadcast_in_dim(scale, (_HALF, TILE), (1 - axis,))
+        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
     def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
         lhs, rhs, lhs_scale, rhs_scale, out = refs
@@ -162,8 +151,8 @@ def block_gemm(
         @pl.when(warpgroup < 2)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            first = warpgroup * _HALF * waves  # this warpgroup's rows of a tile
-            mine = [pl.ds(first + wave * _HALF, _HALF) for wave in range(waves)]
+            first = warpgroup * HALF * waves  # this warpgroup's rows of a tile
+            mine = [pl.ds(first + wave * HALF, HALF) for wave in range(waves)]
             for slot in range(stages):
                 plgpu.barrier_arrive(free.at[slot])
 
@@ -171,7 +160,9 @@ def block_gemm(
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
-                    of_rows = [loaded(row_scales, (slot, place), 1) for place in mine]
+                    of_rows = [
+                        load(row_scales, (slot, place), layout.reduce(1), interpret) for place in mine
+                    ]
                     new = []
                     for wave, (place, total) in enumerate(zip(mine, totals)):
 
@@ -181,14 +172,14 @@ def block_gemm(
                             plgpu.wgmma(sums, codes.at[slot, place], right)
                             return sums[...]
 
-                        sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
+                        sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
                         if staggers and wave == 0:
                             arrive = lambda: plgpu.barrier_arrive(turn.at[0])  # noqa: E731
                             pl.when((k == 0) & (warpgroup == 0))(arrive)
                         if is_square:
                             factor = repeated(of_rows[wave] * scale, 1)
                         else:
-                            of_columns = loaded(column_scales, (slot,), 0)
+                            of_columns = load(column_scales, (slot,), layout.reduce(0), interpret)
                             factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
                         if wave == waves - 1:
                             if config.one_releases and not is_square:
@@ -200,14 +191,14 @@ def block_gemm(
 
                 if staggers:
                     pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn.at[0]))
-                zeros = jnp.zeros((_HALF, TILE), jnp.float32)
+                zeros = jnp.zeros((HALF, TILE), jnp.float32)
                 zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
                 for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
                     for start in range(0, TILE, _PIECE):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         result[warpgroup] = total[:, start : start + _PIECE].astype(out_dtype)
                         plgpu.commit_smem()
-                        to = pl.ds(t * rows + place.start, _HALF), pl.ds(j * TILE + start, _PIECE)
+                        to = pl.ds(t * rows + place.start, HALF), pl.ds(j * TILE + start, _PIECE)
                         plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
 
             for_tiles(of_tile)
@@ -234,7 +225,7 @@ def block_gemm(
             "columns": plgpu.SMEM((stages, TILE, SCALE_COLUMNS), rhs.dtype, transforms=in_units(1)),
             "row_scales": plgpu.SMEM((stages, rows), jnp.float32),
             "column_scales": plgpu.SMEM((stages, TILE if not is_square else 32), jnp.float32),
-            "result": plgpu.SMEM((2, _HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
+            "result": plgpu.SMEM((2, HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
             "full": plgpu.Barrier(num_arrivals=3 if is_square else 4, num_barriers=stages),
             "free": of_cluster if has_cluster_barrier else plgpu.Barrier(**arrivals),
             "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
