@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from fp8flax._compat.choice_at_lowering import row_major
 from fp8flax._core.axes import manual_axes
 from fp8flax._core.formats import E2M1, fp8_max
-from fp8flax._core.gemm.on_shards import NamedDims, on_devices
+from fp8flax._core.gemm.on_shards import NamedDims, in_parts_on_gpus
 from fp8flax._core.qtensor import Given, join_blocks, padded, round_up, split_blocks
 from fp8flax._core.quantize import quotient
 from fp8flax._core.scaling import encode_scale, finite_amax
@@ -124,12 +124,12 @@ def quantized(
     of_blocks = NamedDims(of_x.names, decides=False)
     # Without the barrier XLA would read the tensor once more for the amax of the tensor. Without row_major
     # it would transpose the tensor, and not its codes, where a GEMM needs one of them transposed.
-    find = on_devices(partial(_amax_of_blocks, block=block, axis=axis), [of_x], [of_blocks])
+    find = in_parts_on_gpus(partial(_amax_of_blocks, block=block, axis=axis), [of_x], [of_blocks])
     of_block = row_major(lax.optimization_barrier(find(x)))
     encoding = encode_scale(finite_amax(of_block), _E2M1_MAX * _E4M3_MAX, _LARGEST_ENCODING)
     more = () if bits is None else (bits,)
     operands = [of_x, of_blocks, NamedDims(()), *(of_x for _ in more)]
-    cast = on_devices(partial(_cast, block, axis), operands, [of_x, of_blocks])
+    cast = in_parts_on_gpus(partial(_cast, block, axis), operands, [of_x, of_blocks])
     codes, scale = cast(x, of_block, encoding, *more)
     return codes, scale, np.float32(1) / encoding
 

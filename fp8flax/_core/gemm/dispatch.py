@@ -155,8 +155,8 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         return backend_of(gemm, a, b).compute(gemm, a, b)
 
     if compute_capability():
-        of_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
-        on_gpu = partial(choose_at_lowering, of_part, of_parts, in_xla)
+        in_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
+        on_gpu = partial(choose_at_lowering, of_part, in_parts, in_xla)
     return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
 
@@ -207,7 +207,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         ends = jnp.clip(ragged.ends_of_groups(group_sizes, num_rows) - rows[0], 0, a.shape[0])
         return one(a, b, jnp.diff(ends, prepend=np.int32(0)))
 
-    def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
+    def in_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows, depth and columns may be split, but not the experts.
         rows, experts = NamedDims(("rows", "columns")), NamedDims((None, "depth", "columns"))
         of_b, result = (rows, experts) if b.ndim == 2 else (experts, rows)
@@ -218,7 +218,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]
-    on_gpu = partial(choose_at_lowering, one, of_parts, in_tiles)
+    on_gpu = partial(choose_at_lowering, one, in_parts, in_tiles)
     return lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
 
 
@@ -256,7 +256,7 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
     if new_kernels.value and is_hopper(compute_capability()):
         by_kernel = partial(by_kernel, kernel=quantize_blocks_mosaic.block_quantize)
 
-    def of_parts(source: jax.Array) -> Pair:
+    def in_parts(source: jax.Array) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
         # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
         # codes of a kernel with square blocks, which serves both GEMMs.
@@ -267,7 +267,7 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
         first, second = on_shards(one, [dims], [dims, dims], scope)(source)
         return first, first if quantizer.serves_both else second
 
-    on_gpu = partial(choose_at_lowering, by_kernel if has_kernel else in_xla, of_parts, in_xla)
+    on_gpu = partial(choose_at_lowering, by_kernel if has_kernel else in_xla, in_parts, in_xla)
     source = master if has_kernel and master is not None else x
     return lax.platform_dependent(
         x, source, cuda=lambda _, source: on_gpu(source), default=lambda x, _: in_xla(x)
