@@ -151,12 +151,12 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         return scaled(gemm, _without_vmap(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
     in_xla = on_gpu = partial(emulated.compute, gemm)
 
-    def of_part(a: QTensor, b: QTensor) -> jax.Array:
-        return backend_of(gemm, a, b).compute(gemm, a, b)
+    def whole(a: QTensor, b: QTensor) -> jax.Array:
+        return backend_of(gemm, a, b).compute(gemm, a, b)  # a part may have another backend
 
     if compute_capability():
-        in_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
-        on_gpu = partial(choose_at_lowering, of_part, in_parts, in_xla)
+        in_parts = on_shards(whole, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
+        on_gpu = partial(choose_at_lowering, whole, in_parts, in_xla)
     return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
 
@@ -198,14 +198,14 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         and are_positive((*a.shape, *b.shape))
     ):
         return in_tiles(a, b, group_sizes)
-    one, scope = in_tiles, ""
+    whole, scope = in_tiles, ""
     if hopper_experts.supports(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
-        one, scope = partial(hopper_experts.compute, gemm), GROUPED_GEMM
+        whole, scope = partial(hopper_experts.compute, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""
         ends = jnp.clip(ragged.ends_of_groups(group_sizes, num_rows) - rows[0], 0, a.shape[0])
-        return one(a, b, jnp.diff(ends, prepend=np.int32(0)))
+        return whole(a, b, jnp.diff(ends, prepend=np.int32(0)))
 
     def in_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows, depth and columns may be split, but not the experts.
@@ -218,7 +218,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]
-    on_gpu = partial(choose_at_lowering, one, in_parts, in_tiles)
+    on_gpu = partial(choose_at_lowering, whole, in_parts, in_tiles)
     return lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
 
 
@@ -260,11 +260,11 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
         # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
         # codes of a kernel with square blocks, which serves both GEMMs.
-        one, scope = in_xla, ""
+        of_part, scope = in_xla, ""
         if has_kernel and not any(size % TILE for size in sizes[1:]):
-            one, scope = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
+            of_part, scope = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
         dims = NamedDims(tuple(range(x.ndim)))
-        first, second = on_shards(one, [dims], [dims, dims], scope)(source)
+        first, second = on_shards(of_part, [dims], [dims, dims], scope)(source)
         return first, first if quantizer.serves_both else second
 
     on_gpu = partial(choose_at_lowering, by_kernel if has_kernel else in_xla, in_parts, in_xla)
