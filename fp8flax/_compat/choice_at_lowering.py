@@ -80,12 +80,11 @@ _for_cuda_p = Primitive("fp8_for_cuda")
 
 
 def for_cuda(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """Returns ``f(*args)`` in the branch for CUDA of ``lax.platform_dependent``; lowers it for CUDA alone.
+    """Returns ``f(*args)`` in the branch for CUDA of ``lax.platform_dependent``, without a derivative.
 
     ``jax.export`` lowers a program for several platforms at once. JAX then lowers each branch of
-    ``lax.platform_dependent`` for all of them, and refuses FP8 algorithms and GPU kernels for CPUs.
-
-    There is no derivative.
+    ``lax.platform_dependent`` for all of them, and refuses FP8 algorithms and GPU kernels for CPUs. So
+    ``f`` is lowered here, for CUDA alone.
     """
     (result,) = _for_cuda_p.bind(*args, program=jax.make_jaxpr(f)(*args))
     return result

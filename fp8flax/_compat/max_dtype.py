@@ -3,9 +3,7 @@
 Reverse-mode differentiation adds the cotangents of a value that is used twice. Amaxes must merge by maximum
 instead. JAX lets an *extended dtype* define its own rule for that sum. If two layers use a scale whose
 cotangents are the amaxes 3 and 5, its gradient is 8 in float32, and 5 if the scale is first cast to this
-dtype.
-
-The dtype is a name for JAX: in a compiled program its arrays are buffers of float32.
+dtype. In a compiled program its arrays are buffers of float32.
 
 Internals: the modules of ``jax._src`` below, which define extended dtypes, their arrays and their
 derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.

@@ -1,12 +1,11 @@
 """Finds where a traced value comes from: the array that was cast to it, and the loop that it is in.
 
-Why: our GPU kernel that quantizes a kernel reads its float32 parameter, without a cast to bfloat16 before.
-And a gradient inside of a loop that does not carry the scaling state deserves a warning. JAX has no public
-way to ask.
+Why: our GPU kernel that quantizes in blocks reads the float32 parameter, without a cast to bfloat16 before.
+A user is warned of a gradient inside of a loop that does not carry the scaling state. JAX cannot be asked.
 
-Internals: attributes of tracers and of traces. A tracer that a trace records into a program has the
-equation that made it (``parent``) and its trace (``_trace``), which has a ``frame``. A trace that computes
-derivatives has a ``parent_trace``, and its tracers hold a tracer of that trace (``primal``).
+Internals: attributes of tracers and of traces. A trace that records a program has a ``frame``. Its tracers
+have the equation that made them (``parent``). A trace that computes derivatives has a ``parent_trace``, and
+its tracers hold a tracer of that trace (``primal``).
 """
 
 from __future__ import annotations

@@ -44,23 +44,28 @@ from fp8flax._core.gemm.gpus import (
 from fp8flax._core.gemm.on_shards import NamedDims, on_shards
 from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
-from fp8flax._core.qtensor import Dims, Given, QTensor
+from fp8flax._core.qtensor import Given, QTensor, Quantizer
 from fp8flax._core.quantize import no_derivative
 
 BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper_ahead, hopper)
 """How GPUs multiply codes in FP8, in the order of preference.
 
-Each is a file with two functions. ``supports(gemm, lhs, rhs, sizes, capability)`` returns whether a GPU of
-a compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
+Each is a file with two functions. ``supports(lhs, rhs, sizes, capability)`` returns whether a GPU of a
+compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
 
 _SCOPES = {hopper: BLOCK_GEMM_HOPPER, hopper_ahead: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
 """The scopes by which the audit recognizes a product on each GPU of a mesh."""
 
 
+def _fp8_backend(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes) -> ModuleType | None:
+    """Returns the backend that multiplies codes of two quantizers on the GPU of the program, or None."""
+    case = lhs, rhs, sizes, compute_capability()
+    return next((backend for backend in BACKENDS if backend.supports(*case)), None)
+
+
 def backend_of(gemm: Gemm, a: QTensor, b: QTensor) -> ModuleType:
     """Returns the backend by which the GPU that JAX compiles for multiplies two operands."""
-    case = gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()
-    return next((backend for backend in BACKENDS if backend.supports(*case)), emulated)
+    return _fp8_backend(a.quantizer, b.quantizer, gemm.sizes(a, b)) or emulated
 
 
 def warn_if_emulated(*recipes: Any) -> None:
@@ -68,16 +73,13 @@ def warn_if_emulated(*recipes: Any) -> None:
     if absent_gpu() is not None:
         return
     capability, kind = compute_capability(), jax.devices()[0].device_kind
-    gemm = Gemm(Dims(2, (1,)), Dims(2, (0,)), *[np.dtype(jnp.bfloat16)] * 3)
-    cases = [
-        (gemm, x.lhs, x.rhs, GemmSizes(1, TILE, TILE, TILE), capability) for x in recipes if x.lhs and x.rhs
-    ]
+    sizes, pairs = GemmSizes(1, TILE, TILE, TILE), [(x.lhs, x.rhs) for x in recipes if x.lhs and x.rhs]
     if capability < NATIVE_FP8:
         text = (
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif not all(any(backend.supports(*case) for backend in BACKENDS) for case in cases):
+    elif not all(_fp8_backend(*pair, sizes) for pair in pairs):
         text = (
             f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."

@@ -44,7 +44,7 @@ Index: TypeAlias = Any
 """An int, an int32 scalar, or a reference to a table of int32 numbers."""
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+def supports(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
     """Returns whether the GPU kernel multiplies codes of two quantizers."""
     if not (lhs.scale_columns == rhs.scale_columns == SCALE_COLUMNS and are_positive(sizes)):
         return False
@@ -153,9 +153,8 @@ def tiled_gemm(
 ) -> jax.Array:
     """Multiplies in tiles and returns the result, of the given shape.
 
-    The FP8 units sum the products of each step. The sum of a step is multiplied by the scales of the step,
-    and the sums of the steps are added in float32. The two scales of a step are multiplied first. If their
-    product is below 2**-126, the step adds zero. If it overflows float32, the result is not finite.
+    The two scales of a step are multiplied first. If their product is below 2**-126, the step adds zero. If
+    it overflows float32, the result is not finite.
 
     Args:
         left: FP8 codes ``(R, D)``, and float32 scales ``(D / 128, P)``. All sizes are multiples of 128.

@@ -50,9 +50,9 @@ class Config:
 CONFIG = Config()
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+def supports(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
     """Returns whether the GPU kernel multiplies codes of two quantizers, and the switch is on."""
-    if not (new_kernels.value and hopper.supports(gemm, lhs, rhs, sizes, capability) and sizes.batch == 1):
+    if not (new_kernels.value and hopper.supports(lhs, rhs, sizes, capability) and sizes.batch == 1):
         return False
     rows, columns = round_up(sizes.m, TILE), round_up(sizes.n, TILE)
     return rows % (TILE * CONFIG.waves) == columns % (TILE * CONFIG.cluster) == 0
@@ -80,12 +80,13 @@ def block_gemm(
 
     (lhs, lhs_scale), (rhs, rhs_scale), out_dtype = left, right, jnp.dtype(out_dtype)
     (m, depth), n, stages, waves = lhs.shape, rhs.shape[0], config.stages, config.waves
-    rows, steps, is_square = TILE * waves, depth // SCALE_COLUMNS, rhs_scale.shape[1] < n
+    rows, steps = TILE * waves, depth // SCALE_COLUMNS  # of a tile of the result
+    is_square = rhs_scale.shape[1] < n  # 128 rows of the right operand share a scale
     # With fewer steps a warpgroup could be ahead by more than a tile.
     staggers = config.staggers and steps >= stages
     num_m, num_n = m // rows, n // (TILE * config.cluster)
     grid = min(num_cores() // config.cluster, num_m * num_n)
-    width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
+    strip_width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
     layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
     multicast = {"collective_axes": "cluster"} if is_cluster else {}
 
@@ -93,6 +94,10 @@ def block_gemm(
         """Repeats a vector of scales along ``axis`` of a wave."""
         return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
+    # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp copies:
+    # it waits until a slot is ``free``, and its copies arrive at ``full``. Two warpgroups multiply: they
+    # wait for ``full``, and arrive at ``free`` when they have read the slot. By ``turn`` the first
+    # warpgroup lets the second one start a tile.
     def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
         lhs, rhs, lhs_scale, rhs_scale, out = refs
         codes, columns = shared["codes"], shared["columns"]
@@ -105,8 +110,8 @@ def block_gemm(
 
             def one(count: Index, _: None) -> None:
                 index = core + count * grid
-                strip, rest = lax.div(index, num_m * width), lax.rem(index, num_m * width)
-                t, j = lax.div(rest, width), strip * width + lax.rem(rest, width)
+                strip, rest = lax.div(index, num_m * strip_width), lax.rem(index, num_m * strip_width)
+                t, j = lax.div(rest, strip_width), strip * strip_width + lax.rem(rest, strip_width)
                 t += lax.rem(strip, 2) * (num_m - 1 - 2 * t)  # every other strip from below
                 body(count, t, j * config.cluster + rank)
 
@@ -118,7 +123,7 @@ def block_gemm(
             return lax.fori_loop(0, steps, lambda k, carry: body(k, slot(k), carry), carry)
 
         def fetch_all() -> None:
-            def of_tile(count: Index, t: Index, j: Index) -> None:
+            def fetch_tile(count: Index, t: Index, j: Index) -> None:
                 down, across = pl.ds(t * rows, rows), pl.ds(j * TILE, TILE)
 
                 def fetch(k: Index, slot: Index, carry: int) -> int:
@@ -136,7 +141,7 @@ def block_gemm(
 
                 for_steps(count, fetch, 0)
 
-            for_tiles(of_tile)
+            for_tiles(fetch_tile)
             for slot in range(stages):  # the other core of a cluster may still arrive here
                 plgpu.barrier_wait(free.at[slot])
 
@@ -156,7 +161,7 @@ def block_gemm(
             for slot in range(stages):
                 plgpu.barrier_arrive(free.at[slot])
 
-            def of_tile(count: Index, t: Index, j: Index) -> None:
+            def compute_tile(count: Index, t: Index, j: Index) -> None:
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
@@ -201,7 +206,7 @@ def block_gemm(
                         to = pl.ds(t * rows + place.start, HALF), pl.ds(j * TILE + start, _PIECE)
                         plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
 
-            for_tiles(of_tile)
+            for_tiles(compute_tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     arrivals: dict[str, Any] = {"num_arrivals": 2, "num_barriers": stages}
