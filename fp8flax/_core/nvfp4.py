@@ -180,9 +180,8 @@ def _bytes_like_rule(
 ) -> tuple[jax.Array, bool]:
     """Draws for each element of the batch with its own key, or for all of them with the same key."""
     keys_batched, x_batched = is_batched
-    if keys_batched:
-        return _bytes_like(keys, x if x_batched else jnp.broadcast_to(x, (size, *x.shape))), True
-    place = _num_dims(keys)  # the batch comes after the dimensions of the keys
+    x = x if x_batched else jnp.broadcast_to(x, (size, *x.shape))
+    place = 0 if keys_batched else _num_dims(keys)  # the dimensions of the keys come first
     return jnp.moveaxis(_bytes_like(keys, jnp.moveaxis(x, 0, place)), place, 0), True
 
 
