@@ -151,7 +151,7 @@ def tiled_gemm(
     skips_rows: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Multiplies in tiles and returns the result, of the given shape.
+    """Multiplies in tiles, each a sum over steps (``Step``), and returns the result, of the given shape.
 
     The two scales of a step are multiplied first. If their product is below 2**-126, the step adds zero. If
     it overflows float32, the result is not finite.
@@ -242,7 +242,8 @@ def tiled_gemm(
                     plgpu.wgmma_wait(0)
                     return sums[...]
 
-                # Loads before the product are hidden behind it; for all columns there are no registers.
+                # A load before the product is hidden behind it. The scales of all columns are loaded after
+                # it, because before it there are no registers left for them.
                 of_rows = load(row_scales, (0, mine), layout.reduce(1), interpret)
                 if is_square:
                     place = step(t, index[0], *tables)
