@@ -1,8 +1,9 @@
 """``fp32_max_grad``, a float32 whose gradients merge by maximum.
 
 Reverse-mode differentiation adds the cotangents of a value that is used twice. Amaxes must merge by maximum
-instead. JAX lets an *extended dtype* define its own rule for that sum. So the cotangent of a float32 array
-that is cast to this dtype, and then read in many places, is the elementwise maximum over these places.
+instead. JAX lets an *extended dtype* define its own rule for that sum. If two layers use a scale whose
+cotangents are the amaxes 3 and 5, its gradient is 8 in float32, and 5 if the scale is first cast to this
+dtype. In a compiled program its arrays are buffers of float32.
 
 Internals: the modules of ``jax._src`` below, which define extended dtypes, their arrays and their
 derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.
@@ -30,6 +31,38 @@ from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 _FLOAT32 = np.dtype(np.float32)
+
+
+# The dtype, and the rules by which JAX computes with it.
+
+
+class _MaxScalar(dtypes.extended):
+    """The scalar class of ``MaxDtype``, for ``jnp.issubdtype``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxDtype(dtypes.ExtendedDType):
+    """A dtype of float32 numbers whose cotangents merge by ``max``; those of other dtypes are added."""
+
+    element_shape: tuple[int, ...] = ()
+    """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
+    type: type = _MaxScalar
+
+    def __repr__(self) -> str:
+        # ``differentiating`` looks for the first word in errors of JAX.
+        return f"fp32_max_grad{list(self.element_shape) or ''}"
+
+    @property
+    def name(self) -> str:
+        return repr(self)
+
+    @property
+    def itemsize(self) -> int:
+        return 4 * math.prod(self.element_shape)
+
+    @property
+    def _rules(self) -> Any:
+        return _RulesOfSeveral if self.element_shape else _MaxDtypeRules
 
 
 class _MaxDtypeRules:
@@ -67,35 +100,13 @@ class _MaxDtypeRules:
         return handler.wrap(lambda array: MaxArray(aval, array))
 
 
-class _MetaRules(_MaxDtypeRules):
-    """The rules of ``fp8_meta``, whose ``astype`` is an error: it would return all floats of an element."""
+class _RulesOfSeveral(_MaxDtypeRules):
+    """The rules for elements of several floats: ``astype``, which would return them all, is an error."""
 
     allow_conversion: bool = False
 
 
-class _MaxScalar(dtypes.extended):
-    """The scalar class of ``MaxDtype``, for ``jnp.issubdtype``."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MaxDtype(dtypes.ExtendedDType):
-    """A dtype of float32 numbers whose cotangents merge by ``max``; those of other dtypes are added."""
-
-    element_shape: tuple[int, ...] = ()
-    """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
-    type: type = _MaxScalar
-    _rules: Any = _MaxDtypeRules
-
-    def __repr__(self) -> str:
-        return f"fp32_max_grad{list(self.element_shape) or ''}"
-
-    @property
-    def name(self) -> str:
-        return repr(self)
-
-    @property
-    def itemsize(self) -> int:
-        return 4 * math.prod(self.element_shape)
+# Concrete arrays.
 
 
 class MaxArray(earray.EArray):
@@ -107,8 +118,8 @@ class MaxArray(earray.EArray):
         return self._data.addressable_shards
 
 
-# Registers the array class with JAX: its type, how it is passed to a compiled function, that it needs no
-# canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
+# JAX looks up by class: the type of an array, how it is passed to a compiled function, that it needs no
+# canonicalisation, its leaves, and how two cotangents add outside of jit.
 core.pytype_aval_mappings[MaxArray] = operator.attrgetter("aval")
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
 dtypes.register_canonicalize_value_handler(MaxArray, None)
@@ -119,8 +130,10 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 # Gives ``MaxArray`` the operators and methods that tracers have.
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
-# Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer. The package does
-# not use JAX's own casts: their transposes fail, and ``fp8_meta`` does not allow them.
+# Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer: floats of shape
+# ``(*s, 3)`` are an array of ``fp8_meta`` of shape ``s``. The package does not use JAX's own casts: their
+# transposes fail, and elements of several floats do not allow them.
+
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
 
@@ -155,6 +168,8 @@ def to_floats(x: Any) -> Any:
     return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
 
+# The two dtypes of the package.
+
 fp32_max_grad = MaxDtype()
 """Float32 dtype whose gradients merge by maximum instead of by sum.
 
@@ -174,11 +189,11 @@ Example:
 """
 
 
-fp8_meta = MaxDtype((3,), _rules=_MetaRules)
-"""The dtype of the array that takes the place of a scale inside of a gradient (see ``state.state``).
+fp8_meta = MaxDtype((3,))
+"""The dtype of a meta, the array that takes the place of a scale inside of a gradient (``state.state``).
 
-Each element has three float32 numbers, and the first is the scale. The cotangents of each number merge by
-maximum."""
+Each element has three float32 numbers, whose cotangents merge by maximum. The first is the scale. The
+others are ready-made scales of this step. The cotangent brings back the scale and the amax of the step."""
 
 
 def is_max_dtype(x: object) -> bool:
@@ -214,21 +229,7 @@ def unpack_meta(x: jax.Array, num: int = 3) -> list[jax.Array]:
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 
 
-def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
-    """Transposes ``lax.slice`` as JAX does, also for arrays of a ``MaxDtype``."""
-    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
-    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
-        _rule_of_jax(g, operand, **params)
-        return
-    strides, pads = params["strides"] or [1] * g.ndim, []
-    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
-        end = start + max(0, stride * (taken - 1) + 1)
-        pads.append((start, size - end, stride - 1))
-    pads += [(0, 0, 0)] * len(dtype.element_shape)
-    # The elements that the slice left out get no gradient, which is -inf.
-    padded = lax.pad(to_floats(g), np.float32(-np.inf), pads)
-    operand.accum(of_floats(dtype, padded))
-
+# Slices in a differentiated function.
 
 _lock = threading.Lock()
 _num_differentiating = 0
@@ -268,3 +269,21 @@ def differentiating() -> Iterator[None]:
             _num_differentiating -= 1
             if _num_differentiating == 0:
                 ad.fancy_transposes[lax.slice_p] = _rule_of_jax
+
+
+def _transpose_slice(g: Any, operand: Any, **params: Any) -> None:
+    """Transposes ``lax.slice`` as JAX does; for a ``MaxDtype``, elements that it left out get ``-inf``.
+
+    ``g`` is the cotangent of the slice; ``operand`` collects the cotangents of the sliced array.
+    """
+    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
+    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
+        _rule_of_jax(g, operand, **params)
+        return
+    strides, pads = params["strides"] or [1] * g.ndim, []
+    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
+        end = start + max(0, stride * (taken - 1) + 1)
+        pads.append((start, size - end, stride - 1))
+    pads += [(0, 0, 0)] * len(dtype.element_shape)
+    padded = lax.pad(to_floats(g), np.float32(-np.inf), pads)
+    operand.accum(of_floats(dtype, padded))

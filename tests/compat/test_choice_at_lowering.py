@@ -10,7 +10,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._compat.choice_at_lowering import choose_at_lowering
 
 
 @custom_partitioning
@@ -23,7 +23,7 @@ add_two.def_partition(
     sharding_rule="... -> ...",
 )
 
-chosen = partial(unless_partitioned, lambda x: x + 1, add_two, lambda x: x + 3)
+chosen = partial(choose_at_lowering, lambda x: x + 1, add_two, lambda x: x + 3)
 
 
 @pytest.mark.newest

@@ -12,7 +12,7 @@ from fp8flax._core.gemm.gpus import NATIVE_MX
 from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+def supports(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
     """Returns whether the units of a GPU multiply codes of two quantizers.
 
     They take NVFP4, and scales that are powers of two, in blocks of equal width, but not e5m2 by e5m2.

@@ -45,7 +45,7 @@ _TINY = 100
 It does so in float16, where a product can overflow: 448 times 448 is inf (seen on an H100)."""
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+def supports(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
     """Returns whether a GPU, which may be unknown (0), multiplies codes of two quantizers in FP8."""
     _, m, k, n = sizes
     is_tiny = are_positive((m, k, n)) and (m + n) * k < _TINY

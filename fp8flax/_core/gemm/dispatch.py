@@ -19,13 +19,14 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._compat.choice_at_lowering import choose_at_lowering
 from fp8flax._core.gemm import (
     blackwell,
     cublaslt,
     emulated,
     hopper,
     hopper_ahead,
+    hopper_experts,
     quantize_blocks_mosaic,
     ragged,
 )
@@ -43,23 +44,28 @@ from fp8flax._core.gemm.gpus import (
 from fp8flax._core.gemm.on_shards import NamedDims, on_shards
 from fp8flax._core.gemm.quantize_blocks import Cast, Pair
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, DEQUANTIZED, GROUPED_GEMM, KEPT_WIDE
-from fp8flax._core.qtensor import Dims, Given, QTensor
+from fp8flax._core.qtensor import Given, QTensor, Quantizer
 from fp8flax._core.quantize import no_derivative
 
 BACKENDS: tuple[ModuleType, ...] = (cublaslt, blackwell, hopper_ahead, hopper)
 """How GPUs multiply codes in FP8, in the order of preference.
 
-Each is a file with two functions. ``supports(gemm, lhs, rhs, sizes, capability)`` returns whether a GPU of
-a compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
+Each is a file with two functions. ``supports(lhs, rhs, sizes, capability)`` returns whether a GPU of a
+compute capability multiplies codes of two quantizers. ``compute(gemm, a, b)`` returns the product."""
 
 _SCOPES = {hopper: BLOCK_GEMM_HOPPER, hopper_ahead: BLOCK_GEMM_HOPPER, emulated: DEQUANTIZED}
 """The scopes by which the audit recognizes a product on each GPU of a mesh."""
 
 
+def _fp8_backend(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes) -> ModuleType | None:
+    """Returns the backend that multiplies codes of two quantizers on the GPU of the program, or None."""
+    case = lhs, rhs, sizes, compute_capability()
+    return next((backend for backend in BACKENDS if backend.supports(*case)), None)
+
+
 def backend_of(gemm: Gemm, a: QTensor, b: QTensor) -> ModuleType:
     """Returns the backend by which the GPU that JAX compiles for multiplies two operands."""
-    case = gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()
-    return next((backend for backend in BACKENDS if backend.supports(*case)), emulated)
+    return _fp8_backend(a.quantizer, b.quantizer, gemm.sizes(a, b)) or emulated
 
 
 def warn_if_emulated(*recipes: Any) -> None:
@@ -67,16 +73,13 @@ def warn_if_emulated(*recipes: Any) -> None:
     if absent_gpu() is not None:
         return
     capability, kind = compute_capability(), jax.devices()[0].device_kind
-    gemm = Gemm(Dims(2, (1,)), Dims(2, (0,)), *[np.dtype(jnp.bfloat16)] * 3)
-    cases = [
-        (gemm, x.lhs, x.rhs, GemmSizes(1, TILE, TILE, TILE), capability) for x in recipes if x.lhs and x.rhs
-    ]
+    sizes, pairs = GemmSizes(1, TILE, TILE, TILE), [(x.lhs, x.rhs) for x in recipes if x.lhs and x.rhs]
     if capability < NATIVE_FP8:
         text = (
             f"FP8 matmuls are emulated on {kind}: the values are those of FP8, the speed is not. "
             "fp8flax.audit shows what a GPU would run."
         )
-    elif not all(any(backend.supports(*case) for backend in BACKENDS) for case in cases):
+    elif not all(_fp8_backend(*pair, sizes) for pair in pairs):
         text = (
             f"{kind} has no units for these dtypes or block scales: the values are multiplied in a "
             "wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling() runs in FP8."
@@ -150,12 +153,12 @@ def _without_vmap(gemm: Gemm, a: QTensor, b: QTensor) -> jax.Array:
         return scaled(gemm, _without_vmap(gemm._replace(out_dtype=sum_dtype), *of_blocks), a, b)
     in_xla = on_gpu = partial(emulated.compute, gemm)
 
-    def of_part(a: QTensor, b: QTensor) -> jax.Array:
-        return backend_of(gemm, a, b).compute(gemm, a, b)
+    def whole(a: QTensor, b: QTensor) -> jax.Array:
+        return backend_of(gemm, a, b).compute(gemm, a, b)  # a part may have another backend
 
     if compute_capability():
-        of_parts = on_shards(of_part, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
-        on_gpu = partial(unless_partitioned, of_part, of_parts, in_xla)
+        in_parts = on_shards(whole, *named_dims(gemm, a, b), _SCOPES.get(backend_of(gemm, a, b), ""))
+        on_gpu = partial(choose_at_lowering, whole, in_parts, in_xla)
     return lax.platform_dependent(a, b, cuda=on_gpu, default=partial(in_xla, on_gpu=False))
 
 
@@ -197,16 +200,16 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         and are_positive((*a.shape, *b.shape))
     ):
         return in_tiles(a, b, group_sizes)
-    one, scope = in_tiles, ""
-    if hopper.supports_experts(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
-        one, scope = partial(hopper.compute_experts, gemm), GROUPED_GEMM
+    whole, scope = in_tiles, ""
+    if hopper_experts.supports(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
+        whole, scope = partial(hopper_experts.compute, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
         """Multiplies a part of the rows; ``rows`` are their places among all rows."""
         ends = jnp.clip(ragged.ends_of_groups(group_sizes, num_rows) - rows[0], 0, a.shape[0])
-        return one(a, b, jnp.diff(ends, prepend=np.int32(0)))
+        return whole(a, b, jnp.diff(ends, prepend=np.int32(0)))
 
-    def of_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
+    def in_parts(a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:
         # Rows, depth and columns may be split, but not the experts.
         rows, experts = NamedDims(("rows", "columns")), NamedDims((None, "depth", "columns"))
         of_b, result = (rows, experts) if b.ndim == 2 else (experts, rows)
@@ -217,7 +220,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
         return run(a, b, group_sizes, lax.iota(np.int32, num_rows))
 
     num_rows = a.shape[0]
-    on_gpu = partial(unless_partitioned, one, of_parts, in_tiles)
+    on_gpu = partial(choose_at_lowering, whole, in_parts, in_tiles)
     return lax.platform_dependent(a, b, group_sizes, cuda=on_gpu, default=in_tiles)
 
 
@@ -255,18 +258,18 @@ def _quantize(cast: Cast, x: jax.Array, master: Given) -> Pair:
     if new_kernels.value and is_hopper(compute_capability()):
         by_kernel = partial(by_kernel, kernel=quantize_blocks_mosaic.block_quantize)
 
-    def of_parts(source: jax.Array) -> Pair:
+    def in_parts(source: jax.Array) -> Pair:
         # XLA alone would gather a tensor that a reshape to blocks cannot split, and could split scales over
         # a part of a mesh axis, which custom_partitioning does not support. Devices exchange one set of
         # codes of a kernel with square blocks, which serves both GEMMs.
-        one, scope = in_xla, ""
+        of_part, scope = in_xla, ""
         if has_kernel and not any(size % TILE for size in sizes[1:]):
-            one, scope = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
+            of_part, scope = partial(by_kernel, shares_codes=quantizer.serves_both), BLOCK_QUANTIZE
         dims = NamedDims(tuple(range(x.ndim)))
-        first, second = on_shards(one, [dims], [dims, dims], scope)(source)
+        first, second = on_shards(of_part, [dims], [dims, dims], scope)(source)
         return first, first if quantizer.serves_both else second
 
-    on_gpu = partial(unless_partitioned, by_kernel if has_kernel else in_xla, of_parts, in_xla)
+    on_gpu = partial(choose_at_lowering, by_kernel if has_kernel else in_xla, in_parts, in_xla)
     source = master if has_kernel and master is not None else x
     return lax.platform_dependent(
         x, source, cuda=lambda _, source: on_gpu(source), default=lambda x, _: in_xla(x)

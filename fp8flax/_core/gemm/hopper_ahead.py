@@ -21,11 +21,12 @@ from fp8flax._core.gemm import hopper
 from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, Ref, from_matrices
 from fp8flax._core.gemm.gpus import new_kernels, num_cores
 from fp8flax._core.gemm.hopper import Index, Operand
+from fp8flax._core.gemm.mosaic import HALF, in_units, load
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor, Quantizer, round_up
 
-_HALF, _PIECE = TILE // 2, 64
-"""The rows that a warpgroup multiplies at once, and the columns of a result that it writes at once."""
+_PIECE = 64
+"""The columns of a result that a warpgroup writes at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,9 @@ class Config:
 CONFIG = Config()
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
+def supports(lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
     """Returns whether the GPU kernel multiplies codes of two quantizers, and the switch is on."""
-    if not (new_kernels.value and hopper.supports(gemm, lhs, rhs, sizes, capability) and sizes.batch == 1):
+    if not (new_kernels.value and hopper.supports(lhs, rhs, sizes, capability) and sizes.batch == 1):
         return False
     rows, columns = round_up(sizes.m, TILE), round_up(sizes.n, TILE)
     return rows % (TILE * CONFIG.waves) == columns % (TILE * CONFIG.cluster) == 0
@@ -79,31 +80,24 @@ def block_gemm(
 
     (lhs, lhs_scale), (rhs, rhs_scale), out_dtype = left, right, jnp.dtype(out_dtype)
     (m, depth), n, stages, waves = lhs.shape, rhs.shape[0], config.stages, config.waves
-    rows, steps, is_square = TILE * waves, depth // SCALE_COLUMNS, rhs_scale.shape[1] < n
+    rows, steps = TILE * waves, depth // SCALE_COLUMNS  # of a tile of the result
+    is_square = rhs_scale.shape[1] < n  # 128 rows of the right operand share a scale
     # With fewer steps a warpgroup could be ahead by more than a tile.
     staggers = config.staggers and steps >= stages
     num_m, num_n = m // rows, n // (TILE * config.cluster)
     grid = min(num_cores() // config.cluster, num_m * num_n)
-    width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
+    strip_width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
     layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
     multicast = {"collective_axes": "cluster"} if is_cluster else {}
 
-    def in_units(itemsize: int) -> tuple[Any, ...]:
-        """Returns how shared memory stores a tile: in units of 8 rows and 128 bytes."""
-        return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
-
-    def loaded(ref: Ref, index: Any, axis: int) -> jax.Array:
-        """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
-        if interpret:
-            return ref[index]
-        # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
-        args = (ref.at[index],) if jax.__version_info__ >= (0, 11) else (ref, index)
-        return plgpu.load(*args, layout=layout.reduce(axis))
-
     def repeated(scale: jax.Array, axis: int) -> jax.Array:
         """Repeats a vector of scales along ``axis`` of a wave."""
-        return lax.broadcast_in_dim(scale, (_HALF, TILE), (1 - axis,))
+        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
+    # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp copies:
+    # it waits until a slot is ``free``, and its copies arrive at ``full``. Two warpgroups multiply: they
+    # wait for ``full``, and arrive at ``free`` when they have read the slot. By ``turn`` the first
+    # warpgroup lets the second one start a tile.
     def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
         lhs, rhs, lhs_scale, rhs_scale, out = refs
         codes, columns = shared["codes"], shared["columns"]
@@ -116,8 +110,8 @@ def block_gemm(
 
             def one(count: Index, _: None) -> None:
                 index = core + count * grid
-                strip, rest = lax.div(index, num_m * width), lax.rem(index, num_m * width)
-                t, j = lax.div(rest, width), strip * width + lax.rem(rest, width)
+                strip, rest = lax.div(index, num_m * strip_width), lax.rem(index, num_m * strip_width)
+                t, j = lax.div(rest, strip_width), strip * strip_width + lax.rem(rest, strip_width)
                 t += lax.rem(strip, 2) * (num_m - 1 - 2 * t)  # every other strip from below
                 body(count, t, j * config.cluster + rank)
 
@@ -129,7 +123,7 @@ def block_gemm(
             return lax.fori_loop(0, steps, lambda k, carry: body(k, slot(k), carry), carry)
 
         def fetch_all() -> None:
-            def of_tile(count: Index, t: Index, j: Index) -> None:
+            def fetch_tile(count: Index, t: Index, j: Index) -> None:
                 down, across = pl.ds(t * rows, rows), pl.ds(j * TILE, TILE)
 
                 def fetch(k: Index, slot: Index, carry: int) -> int:
@@ -147,7 +141,7 @@ def block_gemm(
 
                 for_steps(count, fetch, 0)
 
-            for_tiles(of_tile)
+            for_tiles(fetch_tile)
             for slot in range(stages):  # the other core of a cluster may still arrive here
                 plgpu.barrier_wait(free.at[slot])
 
@@ -162,16 +156,18 @@ def block_gemm(
         @pl.when(warpgroup < 2)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            first = warpgroup * _HALF * waves  # this warpgroup's rows of a tile
-            mine = [pl.ds(first + wave * _HALF, _HALF) for wave in range(waves)]
+            first = warpgroup * HALF * waves  # this warpgroup's rows of a tile
+            mine = [pl.ds(first + wave * HALF, HALF) for wave in range(waves)]
             for slot in range(stages):
                 plgpu.barrier_arrive(free.at[slot])
 
-            def of_tile(count: Index, t: Index, j: Index) -> None:
+            def compute_tile(count: Index, t: Index, j: Index) -> None:
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
-                    of_rows = [loaded(row_scales, (slot, place), 1) for place in mine]
+                    of_rows = [
+                        load(row_scales, (slot, place), layout.reduce(1), interpret) for place in mine
+                    ]
                     new = []
                     for wave, (place, total) in enumerate(zip(mine, totals)):
 
@@ -181,14 +177,14 @@ def block_gemm(
                             plgpu.wgmma(sums, codes.at[slot, place], right)
                             return sums[...]
 
-                        sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
+                        sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
                         if staggers and wave == 0:
                             arrive = lambda: plgpu.barrier_arrive(turn.at[0])  # noqa: E731
                             pl.when((k == 0) & (warpgroup == 0))(arrive)
                         if is_square:
                             factor = repeated(of_rows[wave] * scale, 1)
                         else:
-                            of_columns = loaded(column_scales, (slot,), 0)
+                            of_columns = load(column_scales, (slot,), layout.reduce(0), interpret)
                             factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
                         if wave == waves - 1:
                             if config.one_releases and not is_square:
@@ -200,17 +196,17 @@ def block_gemm(
 
                 if staggers:
                     pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn.at[0]))
-                zeros = jnp.zeros((_HALF, TILE), jnp.float32)
+                zeros = jnp.zeros((HALF, TILE), jnp.float32)
                 zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
                 for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
                     for start in range(0, TILE, _PIECE):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         result[warpgroup] = total[:, start : start + _PIECE].astype(out_dtype)
                         plgpu.commit_smem()
-                        to = pl.ds(t * rows + place.start, _HALF), pl.ds(j * TILE + start, _PIECE)
+                        to = pl.ds(t * rows + place.start, HALF), pl.ds(j * TILE + start, _PIECE)
                         plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
 
-            for_tiles(of_tile)
+            for_tiles(compute_tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     arrivals: dict[str, Any] = {"num_arrivals": 2, "num_barriers": stages}
@@ -234,7 +230,7 @@ def block_gemm(
             "columns": plgpu.SMEM((stages, TILE, SCALE_COLUMNS), rhs.dtype, transforms=in_units(1)),
             "row_scales": plgpu.SMEM((stages, rows), jnp.float32),
             "column_scales": plgpu.SMEM((stages, TILE if not is_square else 32), jnp.float32),
-            "result": plgpu.SMEM((2, _HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
+            "result": plgpu.SMEM((2, HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
             "full": plgpu.Barrier(num_arrivals=3 if is_square else 4, num_barriers=stages),
             "free": of_cluster if has_cluster_barrier else plgpu.Barrier(**arrivals),
             "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),

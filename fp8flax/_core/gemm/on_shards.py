@@ -1,7 +1,7 @@
 """Runs GPU kernels on arrays that XLA splits over several devices: each device computes its part.
 
-XLA cannot split a GPU kernel, and would gather its operands. ``custom_partitioning`` gets a rule that says
-which dimensions of operands and result correspond. It then runs the kernel on each device's part.
+XLA cannot split a GPU kernel, and would gather its operands. ``custom_partitioning`` of JAX gets a rule
+that says which dimensions of operands and result correspond, and then runs the kernel on the parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8flax._compat.choice_at_lowering import unless_partitioned
+from fp8flax._compat.choice_at_lowering import choose_at_lowering
 from fp8flax._core.gemm.gpus import compute_capability
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.types import PyTree
@@ -34,7 +34,10 @@ class NamedDims(NamedTuple):
 
 
 Function: TypeAlias = Callable[..., PyTree]
+Axes: TypeAlias = tuple[str, ...]
+"""The axes of a mesh over which a dimension is split; ``()`` if it is not split."""
 Named: TypeAlias = Sequence[tuple[NamedDims, jax.ShapeDtypeStruct]]
+"""Arrays with the names of their dimensions."""
 
 
 def on_shards(
@@ -53,10 +56,7 @@ def on_shards(
     * ``NamedDims(("m",), decides=False)``: the array is split as other arrays split ``m``, however XLA has
       split it: the index of each row, or the scales of a ``QTensor`` (``on_shards`` names them itself).
 
-    A mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
-    dimension; one that operands and results split alike; one that operands split; one that results split.
-    Arrays that decide, but split a dimension in different ways, do not split it. Devices split a dimension
-    between blocks. They do not split one that ends in a partial block.
+    Devices split a dimension between blocks. They do not split one that ends in a partial block.
 
     Args:
         kernel: a function of arrays and of ``QTensor``.
@@ -77,33 +77,33 @@ def on_shards(
             for name, size, width in zip(names, x.shape, x.block)
             if size % width
         }
-        dims = [one for named, x in tensors for one in _dims_of_leaves(x, named, partial_blocks)]
-        leaves, treedef = jax.tree.flatten(args)
+        dims = [one for named, x in tensors for one in _dims_of_arrays(x, named, partial_blocks)]
+        arrays, treedef = jax.tree.flatten(args)
 
-        def kernel_of_leaves(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(kernel(*treedef.unflatten(leaves)))
+        def kernel_of_arrays(*arrays: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(kernel(*treedef.unflatten(arrays)))
 
-        split = _split(kernel_of_leaves, dims[: len(leaves)], dims[len(leaves) :])
+        split = _split(kernel_of_arrays, dims[: len(arrays)], dims[len(arrays) :])
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
-            made_leaves = split(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(made), made_leaves)
+            made_arrays = split(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(made), made_arrays)
 
     return run
 
 
-def on_devices(f: Function, operands: Sequence[NamedDims], results: Sequence[NamedDims]) -> Function:
-    """Returns ``f``, a function of arrays, ``on_shards``: each GPU computes its part.
+def in_parts_on_gpus(f: Function, operands: Sequence[NamedDims], results: Sequence[NamedDims]) -> Function:
+    """Returns ``f``, plain JAX for arrays; if XLA splits a program for GPUs, ``f`` runs ``on_shards``.
 
-    XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` it is ``jax.vmap`` of
-    ``f``.
+    XLA alone could gather the arrays, and transpose wide tensors. Under ``jax.vmap`` the result is
+    ``jax.vmap`` of ``f``.
     """
     if not compute_capability():
         return f
 
     @custom_vmap
     def run(*args: jax.Array) -> PyTree:
-        of_parts = on_shards(f, operands, results)
-        return lax.platform_dependent(*args, cuda=partial(unless_partitioned, f, of_parts, f), default=f)
+        in_parts = on_shards(f, operands, results)
+        return lax.platform_dependent(*args, cuda=partial(choose_at_lowering, f, in_parts, f), default=f)
 
     @run.def_vmap
     def _(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[PyTree, PyTree]:
@@ -113,11 +113,12 @@ def on_devices(f: Function, operands: Sequence[NamedDims], results: Sequence[Nam
     return run
 
 
-def _dims_of_leaves(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Hashable]) -> list[NamedDims]:
+def _dims_of_arrays(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Hashable]) -> list[NamedDims]:
     """Returns the names of each array of a tensor; no device splits the names in ``whole``.
 
-    With scales per block each dimension of blocks has its name, also if its size is 1. This keeps devices
-    from splitting a single block.
+    Codes ``(m, k)`` of shape ``(256, 512)`` with blocks ``(1, 128)`` have scales ``(m, k)`` of shape
+    ``(256, 4)``. Each dimension of blocks has its name, also if there is a single block, which devices then
+    do not split. Other scales have a name only where their size is that of the codes.
     """
     names = tuple(None if name in whole else name for name in dims.names)
     if not isinstance(x, QTensor):
@@ -128,45 +129,24 @@ def _dims_of_leaves(x: QTensor | jax.Array, dims: NamedDims, whole: Iterable[Has
 
 
 def _split(kernel: Function, operands: list[NamedDims], results: list[NamedDims]) -> Function:
-    """Returns ``kernel``, a function of arrays with these names, in ``custom_partitioning``."""
+    """Returns ``kernel``, a function of arrays with these names, in ``custom_partitioning``.
+
+    First XLA asks for the rule, by which it chooses a sharding for each array. Then it calls ``partition``
+    with these shardings, which may change them.
+    """
     names = list(
         dict.fromkeys(name for dims in (*operands, *results) for name in dims.names if name is not None)
     )
     # The results lack the dimensions that are contracted: the devices add up their partial results.
     summed = [name for name in names if not any(name in dims.names for dims in results)]
 
-    def partition(mesh: Mesh, args: Any, outs: Any) -> tuple[Mesh, Callable[..., Any], Any, Any]:
-        """Returns what each device computes, and the shardings of results and operands."""
-        given, made = [*zip(operands, args)], [*zip(results, outs)]
-        of_operands, of_results = ({x: _agreed(x, arrays) for x in names} for arrays in (given, made))
-
-        def rank(name: Hashable) -> tuple[bool, ...]:
-            return name not in summed, of_operands[name] != of_results[name], not of_operands[name]
-
-        axes_of: dict[Hashable, tuple[str, ...]] = {}
-        for name in sorted(names, key=rank):
-            axes = of_operands[name] or of_results[name]
-            is_used = any(set(axes) & set(others) for others in axes_of.values())
-            num_parts = math.prod(mesh.shape[axis] for axis in axes)
-            if axes and not is_used and _count(name, [*given, *made]) % num_parts == 0:
-                axes_of[name] = axes
-        summed_axes = tuple(axis for name in summed for axis in axes_of.get(name, ()))
-
-        def compute(*args: jax.Array) -> list[jax.Array]:
-            out = kernel(*args)
-            return lax.psum(out, summed_axes) if summed_axes else out
-
-        def sharding(dims: NamedDims) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*map(axes_of.get, dims.names)))
-
-        return mesh, compute, [*map(sharding, results)], tuple(map(sharding, operands))
-
     def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> tuple[str, dict[str, tuple[str, ...]]]:
-        """Returns the rule by which Shardy propagates shardings: one factor for each name.
+        """Returns the rule by which XLA's partitioner (Shardy) propagates shardings.
 
-        The factor is as large as the smallest of its dimensions, the number of blocks. If that is no
-        multiple of the number of devices, the dimensions of blocks have factors of their own, as those
-        without a name have: Shardy could split them unevenly. ``partition`` splits them alike.
+        The rule of ``(m, k), (k, n) -> (m, n)`` is ``d0 d1, d1 d2 -> d0 d2``, with a factor for each name.
+        A factor is as large as the smallest of its dimensions, the number of blocks. If that is no multiple
+        of the number of devices, Shardy could split it unevenly. Then the dimensions of blocks have factors
+        of their own (``u0``, ...), as those without a name have, and ``partition`` splits them alike.
         """
         arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
         factors: list[str] = []
@@ -181,13 +161,53 @@ def _split(kernel: Function, operands: list[NamedDims], results: list[NamedDims]
         of_sums = (f"d{names.index(name)}" for name in summed)
         return text, {"reduction_factors": tuple(x for x in of_sums if x in factors)}
 
+    def partition(mesh: Mesh, args: Any, outs: Any) -> tuple[Mesh, Callable[..., Any], Any, Any]:
+        """Returns what each device computes, and the shardings of results and operands."""
+        axes_of = _axes_of_names(mesh, names, summed, [*zip(operands, args)], [*zip(results, outs)])
+        summed_axes = tuple(axis for name in summed for axis in axes_of.get(name, ()))
+
+        def compute(*args: jax.Array) -> list[jax.Array]:
+            out = kernel(*args)
+            return lax.psum(out, summed_axes) if summed_axes else out
+
+        def sharding(dims: NamedDims) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*map(axes_of.get, dims.names)))
+
+        return mesh, compute, [*map(sharding, results)], tuple(map(sharding, operands))
+
     split = custom_partitioning(kernel)
     split.def_partition(partition, sharding_rule=rule)
     return split
 
 
-def _agreed(name: Hashable, arrays: Named) -> tuple[str, ...]:
-    """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree."""
+def _axes_of_names(
+    mesh: Mesh, names: list[Hashable], summed: list[Hashable], operands: Named, results: Named
+) -> dict[Hashable, Axes]:
+    """Returns the mesh axes over which devices split each name that they split.
+
+    A mesh axis splits a single dimension. If several could use it, the first of this list gets it: a summed
+    dimension; one that operands and results split alike; one that operands split; one that results split.
+
+    For example, XLA has split ``(m, k)`` over the axes ``("x", "y")``, ``(k, n)`` over ``("y", "x")``, and
+    the result ``(m, n)`` over ``("x", None)``. Then ``k`` gets ``y``, ``m`` gets ``x``, and ``n`` is whole.
+    """
+    of_operands, of_results = ({x: _agreed(x, arrays) for x in names} for arrays in (operands, results))
+
+    def rank(name: Hashable) -> tuple[bool, ...]:
+        return name not in summed, of_operands[name] != of_results[name], not of_operands[name]
+
+    axes_of: dict[Hashable, Axes] = {}
+    for name in sorted(names, key=rank):
+        axes = of_operands[name] or of_results[name]
+        is_used = any(set(axes) & set(others) for others in axes_of.values())
+        num_parts = math.prod(mesh.shape[axis] for axis in axes)
+        if axes and not is_used and _count(name, [*operands, *results]) % num_parts == 0:
+            axes_of[name] = axes
+    return axes_of
+
+
+def _agreed(name: Hashable, arrays: Named) -> Axes:
+    """Returns the mesh axes over which all deciding arrays split a name, or ``()`` if they differ."""
     found = set()
     for (names, decides), x in arrays:
         if decides and name in names:

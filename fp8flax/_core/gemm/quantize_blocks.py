@@ -21,19 +21,30 @@ Pair: TypeAlias = tuple[QTensor, QTensor]
 
 
 class Cast(NamedTuple):
-    """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable)."""
+    """How a tensor ``(*batch, *rows, *columns)`` is quantized for its two GEMMs (hashable).
+
+    One GEMM contracts the columns, the other the rows. With blocks ``(1, 128)``, a tensor ``(256, 512)``
+    has scales ``(256, 4)`` for the one, and ``(2, 512)`` for the other.
+    """
 
     quantizer: Quantizer
     dims: tuple[Dims, ...]
-    """What the first GEMM of the tensor contracts, its rows or its columns; and the second, the others."""
+    """What the first GEMM of the tensor contracts, and what the second."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
     rounded_to: Any = None
     """The dtype that the tensor is rounded to before; None for its own."""
 
+    @property
+    def starts_with_rows(self) -> bool:
+        """Whether the first GEMM contracts the rows, and the second the columns."""
+        first, second = self.dims
+        return first.contract < second.contract
+
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Returns the shape of the tensor as a stack of matrices."""
-        return max(self.dims, key=lambda dims: dims.contract).matrices(shape)
+        """Returns the shape of the tensor as a stack of matrices: batch, rows and columns."""
+        first, second = self.dims
+        return (second if self.starts_with_rows else first).matrices(shape)
 
 
 def supports(quantizer: Quantizer, sizes: tuple[int, int, int], dtype: np.dtype, capability: float) -> bool:
@@ -59,7 +70,8 @@ def reference(cast: Cast, x: jax.Array) -> Pair:
 def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False, kernel: Any = None) -> Pair:
     """Quantizes by the GPU kernel, or by another one with the arguments and results of ``block_quantize``.
 
-    With ``shares_codes`` both results have the codes in the same order.
+    The codes for the GEMM that contracts the rows lie transposed in memory. With ``shares_codes`` both
+    results have the codes that do not: with square blocks the codes are the same.
     """
     quantizer, (batch, rows, columns) = cast.quantizer, cast.matrices(x.shape)
     along_columns, along_rows = (kernel or block_quantize)(
@@ -72,17 +84,15 @@ def compute(cast: Cast, x: jax.Array, *, shares_codes: bool = False, kernel: Any
         along_rows = along_columns
 
     def tensor(dims: Dims, codes: jax.Array, scale: jax.Array) -> QTensor:
-        """Returns the tensor for a GEMM from the padded matrices."""
+        """Returns the tensor for a GEMM, without the padding of the matrices."""
         block = dims.block(quantizer.block)
         blocks = tuple(-(-size // width) for size, width in zip(x.shape, block))
         _, num_rows, num_columns = cast.matrices(blocks)
         codes, scale = codes[:, :rows, :columns], scale[:, :num_rows, :num_columns]
         return QTensor(codes.reshape(x.shape), scale.reshape(blocks), quantizer, block)
 
-    first, second = cast.dims
-    is_transposed = first.contract < second.contract  # the first GEMM contracts the rows
-    made = (along_rows, along_columns) if is_transposed else (along_columns, along_rows)
-    return tensor(first, *made[0]), tensor(second, *made[1])
+    made = (along_rows, along_columns) if cast.starts_with_rows else (along_columns, along_rows)
+    return tensor(cast.dims[0], *made[0]), tensor(cast.dims[1], *made[1])
 
 
 # The GPU kernel.

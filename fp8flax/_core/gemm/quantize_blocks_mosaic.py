@@ -16,13 +16,11 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.gemm import TILE, Ref
+from fp8flax._core.gemm.mosaic import HALF, in_units, load
 from fp8flax._core.gemm.quantize_blocks import numbers, over_scale, scale_of
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import Quantizer
 from fp8flax._core.quantize import divided
-
-_HALF = TILE // 2
-"""The rows, or the columns, of a tile whose values are in registers at a time."""
 
 
 def block_quantize(
@@ -44,15 +42,8 @@ def block_quantize(
     batch, rows, columns = x.shape
     row_blocks, column_blocks = rows // TILE, columns // TILE
     is_square, dtype, wgmma = quantizer.block[0] == TILE, quantizer.dtype, plgpu.Layout.WGMMA
-    halves, whole = [pl.ds(start, _HALF) for start in (0, _HALF)], pl.ds(0, TILE)
+    halves, whole = [pl.ds(start, HALF) for start in (0, HALF)], pl.ds(0, TILE)
     divide = divided if interpret else operator.truediv  # ``divided`` is for XLA on CPUs
-
-    def load(ref: Ref, index: Any, layout: Any) -> jax.Array:
-        if interpret:
-            return ref[index]
-        # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
-        args = (ref.at[index],) if jax.__version_info__ >= (0, 11) else (ref, index)
-        return plgpu.load(*args, layout=layout)
 
     def scales_of(amax: jax.Array, size: int, axis: int) -> jax.Array:
         """Returns scales along an axis: from their amaxes, or all from the amax of the tile."""
@@ -70,7 +61,7 @@ def block_quantize(
         plgpu.barrier_wait(ready)
 
         def loaded(*index: Any) -> tuple[jax.Array, jax.Array]:
-            return numbers(load(tile, index, wgmma), inf_is_nan, rounded_to)
+            return numbers(load(tile, index, wgmma, interpret), inf_is_nan, rounded_to)
 
         def over(scale: jax.Array, axis: int, values: jax.Array) -> jax.Array:
             scale = lax.broadcast_in_dim(scale, values.shape, (1 - axis,))
@@ -80,13 +71,13 @@ def block_quantize(
         amax = jnp.max(amax, axis=0) if is_square else amax
         for half in halves:
             values, finite = loaded(half, whole)
-            scale = scales_of(amax if is_square else jnp.max(finite, axis=1), _HALF, 1)
+            scale = scales_of(amax if is_square else jnp.max(finite, axis=1), HALF, 1)
             made[half, :], of[0, half] = over(scale, 1, values).astype(dtype), scale
         of[1] = scales_of(amax, TILE, 0)
         plgpu.commit_smem()
         for half in halves:
             values, _ = loaded(whole, half)
-            values = over(load(of, (1, half), wgmma.reduce(0)), 0, values)
+            values = over(load(of, (1, half), wgmma.reduce(0), interpret), 0, values)
             if interpret:
                 made_down[half, :] = values.astype(dtype).T
             else:
@@ -103,9 +94,8 @@ def block_quantize(
         plgpu.wait_smem_to_gmem(0)
 
     def shared(dtype: DTypeLike) -> Any:
-        """Returns shared memory for a tile: in units of 8 rows and 128 bytes."""
-        units = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM((TILE, TILE), dtype, transforms=units)
+        """Returns shared memory for a tile."""
+        return plgpu.SMEM((TILE, TILE), dtype, transforms=in_units(jnp.dtype(dtype).itemsize))
 
     # The kernel writes scales with the block dimension first, the layout that the Hopper kernel reads.
     num_rows, num_columns = (row_blocks, column_blocks) if is_square else (rows, columns)

@@ -28,29 +28,30 @@ Multiply: TypeAlias = Callable[[Gemm, AnyTensor, AnyTensor], jax.Array]
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
-# Which tiles hold rows of which expert. Expert e owns the rows from ``ends[e - 1]`` up to, but without,
-# ``ends[e]``. Tiles are cut at multiples of their size, so a tile may hold rows of several experts. Each of
-# them visits the tile once.
+# Which tiles hold rows of which expert. Tiles are cut at multiples of their size, so a tile may hold rows
+# of several experts. Each of them visits the tile once.
 
 
 class Visits(NamedTuple):
     """The visits of all experts to the tiles of their rows, in the order of the rows: int32 arrays.
 
-    The number of visits is an upper bound. The last visits may be unused; they have no rows.
+    For example, the experts 0 and 1 have 100 and 156 rows, in two tiles of 128 rows. Expert 0 visits the
+    first tile, expert 1 visits both. The number of visits is an upper bound, as JAX needs a fixed one. The
+    last visits may be unused; they have no rows.
     """
 
     row: jax.Array
-    """For each visit, the first row of its tile; 0 if the visit is unused."""
+    """For each visit, the first row of its tile, ``[0, 0, 128]``; 0 if the visit is unused."""
     expert: jax.Array
-    """For each visit, the index of its expert."""
+    """For each visit, the index of its expert, ``[0, 1, 1]``."""
     low: jax.Array
-    """For each visit, the first row of the expert in the tile, counted from the start of the tile."""
+    """For each visit, the first row of the expert in the tile, counted from its start: ``[0, 100, 0]``."""
     high: jax.Array
-    """For each visit, the row after the expert's last row in the tile; 0 if the visit is unused."""
+    """For each visit, the row after the expert's last row, ``[100, 128, 128]``; 0 if it is unused."""
     first: jax.Array
-    """For each expert, the index of its first visit."""
+    """For each expert, the index of its first visit, ``[0, 1]``."""
     number: jax.Array
-    """For each expert, the number of its visits."""
+    """For each expert, the number of its visits, ``[1, 2]``."""
 
 
 def visits_of(rows: int, tile: int, group_sizes: jax.Array) -> Visits:

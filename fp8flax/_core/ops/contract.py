@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._compat.traces import before_cast
+from fp8flax._compat.provenance import before_cast
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm

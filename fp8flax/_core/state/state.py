@@ -34,7 +34,7 @@ from fp8flax._compat.max_dtype import (
     to_floats,
     unpack_meta,
 )
-from fp8flax._compat.traces import is_constant_of_loop
+from fp8flax._compat.provenance import is_constant_of_loop
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantize import on_cotangent

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm import dispatch, hopper, ragged
+from fp8flax._core.gemm import dispatch, hopper, hopper_experts, ragged
 from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import RaggedDot
@@ -55,7 +55,7 @@ def test_each_row_is_visited_by_its_expert(sizes):
 
 E4M3 = jnp.float8_e4m3fn
 SQUARE = fp8.Float8BlockScaling(use_f32_scales=True).gemms.forward
-ON_HOPPER, IN_TILES = hopper.compute_experts, partial(ragged.compute, dispatch.multiply)
+ON_HOPPER, IN_TILES = hopper_experts.compute, partial(ragged.compute, dispatch.multiply)
 QUANTIZERS = {
     "tensorwise": (fp8.CurrentQuantizer(dtype=E4M3),) * 2,
     "axiswise": (fp8.CurrentQuantizer(dtype=E4M3, granularity="axiswise"),) * 2,

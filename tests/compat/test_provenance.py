@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.traces import before_cast
+from fp8flax._compat.provenance import before_cast
 
 
 def test_the_array_before_a_cast_is_found():
