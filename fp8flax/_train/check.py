@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.origins import is_arithmetic, is_made_from
+from fp8flax._compat.provenance import is_arithmetic, is_made_from
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import is_usable
