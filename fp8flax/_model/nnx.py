@@ -39,8 +39,8 @@ from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_m
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
-from fp8flax._nnx import ops
-from fp8flax._nnx.ops import Fp8Op, beside_others, has_others, plain_of
+from fp8flax._nnx import ops, qwix
+from fp8flax._nnx.ops import Fp8Op
 
 Inputs: TypeAlias = Sequence[PyTree]
 KeywordInputs: TypeAlias = Mapping[str, PyTree]
@@ -133,7 +133,7 @@ class DryRun:
         self._modules = nodes_of(model, nnx.Module)
         copy: Any = nnx.clone(model)
         for path, op in nodes_of(copy, Fp8Op).items():
-            op._on_op = nnx.static(functools.partial(self._run_given, path))
+            op._compute = nnx.static(functools.partial(self._run_given, path))
         for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
             setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
             if hasattr(layer.module, "dot_general_cls"):
@@ -156,15 +156,16 @@ class DryRun:
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
         scope = self._record(site._replace(in_custom_vjp=any(self.custom_vjps)))
-        if has_others():
+        if qwix.is_running():
             compute = jax.named_scope(scope)(FrontTrace.compute)
-            return beside_others(site.op, compute, *args, **kwargs)
+            return qwix.call_replaced(site.op, compute, *args, **kwargs)
         with jax.named_scope(scope):
-            return plain_of(site.op)(*args, **kwargs)
+            return qwix.function_of(site.op)(*args, **kwargs)
 
-    def _run_given(self, path: Path, op: Fp8Op, *args: PyTree, **kwargs: PyTree) -> jax.Array:
+    def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
-        site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
+        op: Fp8Op = self._modules[path]
+        site = given_site(op, path[:-1], None, *args)._replace(module=op)
         with jax.named_scope(self._record(site)):
             return op.op_type.plain(*args, **kwargs)
 
@@ -234,7 +235,7 @@ def quantize(
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.place, plain_of(site.op), site.reason)
+            wide = LeftWide(site.place, qwix.function_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.op_type.nnx_field else path)
