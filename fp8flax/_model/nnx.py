@@ -34,10 +34,9 @@ from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import GIVEN, given_site, in_module, scope_in
 from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import ModelReport, report_of
+from fp8flax._model.report import GIVEN, ModelReport, given_site, in_module, report_of, scope_in
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._nnx import ops, qwix
 from fp8flax._nnx.ops import Fp8Op

@@ -67,7 +67,7 @@ class Fp8Op(OpBase, nnx.Module):
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
     qwix_path: tuple[str, ...] = ()
-    """An attribute that Qwix reads of the innermost module that runs, which is the op while it multiplies."""
+    """Qwix reads this attribute of the innermost module that runs, which is the op while it multiplies."""
 
     def __init__(
         self, *, recipe: Recipe | None = None, form: Form = "direct", rngs: nnx.Rngs | None = None

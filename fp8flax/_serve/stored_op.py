@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.stand_in import StandIn
+from fp8flax._compat.flax_internals import having
+from fp8flax._compat.stand_in import READ, StandIn, refuse
 from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
@@ -31,9 +32,8 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
 from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._core.types import Path, PyTree
-from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import MOVEMENTS, Origin, hold_each_once
+from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, hold_each_once
 from fp8flax._train.check import warn_if_damaged
 
 Arrays = dict[Path, jax.Array]
@@ -87,7 +87,11 @@ class ServedOp(NamedTuple):
 
 
 class Reading(Interception):
-    """Calls that know which parameters other code than an op reads."""
+    """Calls that know which parameters other code than an op reads, and in which FP8 codes may be kernels.
+
+    A frozen model reads a ``StandIn`` in the place of a stored kernel. A cast or a movement of the stand-in
+    moves the codes, so that the op finds them at the places where it expects the kernel's values.
+    """
 
     def on_read(self, path: Path) -> None:
         """Is called for each parameter that is read, with its path as the frames of the call see it."""
@@ -95,12 +99,34 @@ class Reading(Interception):
 
     def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
         """Computes a primitive, which reads its operands unless it moves them or holds programs."""
-        holds_programs = any("jaxpr" in name or name == "branches" for name in params)
-        if not (primitive.name in MOVEMENTS or holds_programs):
+        is_movement, stored = primitive.name in MOVEMENTS, operands[0] if operands else None
+        if not (is_movement or any("jaxpr" in name or name == "branches" for name in params)):
             for origin in (self.origins.of(x) or Origin() for x in operands):
                 for source in origin.sources:
                     self.on_read(source.path)
-        return super().compute(front, primitive, operands, params)
+        if primitive.name == READ:
+            moved = [StandIn(front, stored, **params)]
+        elif not (is_movement and isinstance(stored, StandIn)):
+            return super().compute(front, primitive, operands, params)
+        elif primitive.name == CAST:
+            moved = [StandIn(front, stored.codes, params["new_dtype"], stored.source)]
+        else:
+            with having(self, is_passing=True):
+                codes: Any = front.compute(primitive, [stored.codes], params)
+            codes = codes if primitive.multiple_results else [codes]
+            moved = [StandIn(front, x, stored.dtype, stored.source) for x in codes]
+        self.origins.follow(operands, moved, primitive, params)
+        for x in moved:
+            known = self.origins.of(x)
+            if known is None or known.steps is None:  # such as copies
+                raise refuse(x.source)
+            x.cut = known.cut
+        return moved if primitive.multiple_results else moved[0]
+
+
+def as_struct(x: Any) -> Any:
+    """Returns the shape and the dtype of an array; another value unchanged."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 def leaves_of(tree: PyTree) -> dict[Path, Any]:
