@@ -40,7 +40,14 @@ Arrays = dict[Path, jax.Array]
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword inputs of a call of each method to trace, by the method's name."""
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of dimensions of an array, counted without those that stack layers."""
+"""Which dimensions of a variable are one dimension of its tensor in a file.
+
+For a kernel (16, 4, 8) of ``nn.DenseGeneral((4, 8))`` they are ``((1, 2), (0,))``: its weight is (32, 16),
+``(out, in)``. They are counted without the dimensions that stack layers. ``freeze`` knows them from the op
+(``ServedOp.layout``), and ``export.merged`` writes a file with them. ``load_into`` has no op, so it finds
+them by the two shapes, and ``export.unmerged`` reads with them. A ``Layout`` of ``_core`` is something
+else: the transpose and the reshape by which GEMMs take an operand while they compute. It never reaches a
+file: the codes in the variables have the shape of the kernel."""
 
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
@@ -338,12 +345,12 @@ def _quantized(
     def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
         codes, of_kernels = [], []
         for (origin, plan), scale in zip(kernels, scales):
-            kernel = origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype)
+            kernel = origin.value_of(parameter).astype(plan.rhs.dtype)
             packed = packed_kernel(plan, kernel, scale)
             own = {KERNEL_SCALE: packed.scale}
             if packed.tensor_scale is not None:
                 own[KERNEL_TENSOR_SCALE] = packed.tensor_scale
-            codes.append(origin.into_parameter(packed.codes))
+            codes.append(origin.into_cut(packed.codes))
             # A scalar scale is stored in the shape (1,), as the scaling state has it.
             of_kernels.append(jax.tree.map(jnp.atleast_1d, own))
         cut = kernels[0][0].cut
