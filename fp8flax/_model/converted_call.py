@@ -16,14 +16,14 @@ parameters, the state is stacked, sliced and shared as the kernels are. For a sc
 Names are written in the other case there. So no parameter of the model has such a name, and the filter
 ``{"kernel"}`` of ``nn.WeightNorm`` does not match.
 
-``linen.py`` makes a ``Call`` when code outside of the model calls a method. The call goes like this:
+When code outside of the model calls a method, ``linen.py`` makes a ``Call``:
 
 1. ``put_in`` moves the state of all ops among the parameters.
-2. ``around`` runs each method of each module in ``in_frame``: it records which values are parameters, and
-   watches the primitives that the method binds; see ``Interception``.
-3. ``choose`` gets each contraction. If the rules convert it, its op is made below the module that computes
-   it. The op gets its state from ``state_of``; in ``init``, ``state_of`` makes the state.
-4. ``take_out`` moves the state back, if the call returns variables.
+2. ``around`` runs each method of a module ``in_frame``: it records which values are parameters, and watches
+   the primitives.
+3. ``choose`` gets each contraction. If the rules convert it, an op is made below the module, and gets its
+   state from ``state_of``. In ``init``, ``state_of`` makes the state.
+4. ``take_out`` moves the state back.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class Call(Interception):
         self._made: set[Path] = set()
         """The paths among the parameters of the arrays that ``init`` has made for ops."""
 
-    # 1. and 4. The variables of the caller and those that the methods see.
-
     def put_in(self, variables: Variables) -> Variables:
         """Returns the collections of the caller as the method sees them."""
         return state_in_params(as_own_arrays(variables))
@@ -98,8 +96,6 @@ class Call(Interception):
                     f"quantize_model(model, exclude={layer!r})."
                 )
         return state_apart(variables)
-
-    # 2. How methods run.
 
     def around(self, run: PyTree, args: PyTree, kwargs: PyTree, context: InterceptorContext) -> PyTree:
         """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
@@ -155,8 +151,6 @@ class Call(Interception):
             kind = "" if collection == names.PARAMS else f"a variable of the collection {collection!r}"
             leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
-
-    # 3. How a contraction is computed.
 
     def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""

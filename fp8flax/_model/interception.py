@@ -11,17 +11,12 @@ of JAX's current trace, and sends each primitive to ``on_primitive``::
             w = w.astype(jnp.bfloat16)          # JAX computes the cast; the result has the origin "w"
             return jnp.tanh(x @ w)              # a contraction with the kernel "w" goes to ``choose``
 
-``choose`` returns what computes the contraction. Each kind of call has a class:
+``choose`` returns what computes the contraction. These calls are watched, each by a class:
 
-==========================================  ==============================================================
-class                                       when it watches, and what for
-==========================================  ==============================================================
-``converted_call.Call`` (Linen)             all calls of a converted model: to compute contractions in FP8
-``module_call.ModuleCall`` (NNX)            calls of modules that write contractions out: the same
-``CountingCall`` (one for each framework)   ``report``, in NNX also ``quantize_model``: to list contractions
-``RecordingCall`` in ``_serve``             ``freeze``: to see which op reads which parameter, and what else
-``ServingCall`` in ``_serve``               all calls of a frozen model: to bring FP8 codes to their ops
-==========================================  ==============================================================
+* all calls of a converted model, to compute its contractions in FP8: ``Call`` (Linen), ``ModuleCall`` (NNX)
+* calls that ``report`` traces, and in NNX ``quantize_model``, to list the contractions: ``CountingCall``
+* calls that ``freeze`` traces, to see which code reads which parameter: ``RecordingCall`` in ``_serve``
+* all calls of a frozen model, to bring the FP8 codes of kernels to their ops: ``ServingCall`` in ``_serve``
 
 JAX may trace a function while it computes a primitive, such as the body of a loop. The modules that run in
 the function put a ``FrontTrace`` in front of this inner trace. All of them report to one ``Interception``.
@@ -154,8 +149,6 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    # Contractions.
-
     def _contraction(
         self, op_type: type[Op], operands: Operands, params: Params
     ) -> tuple[Site, Origin | None, RunOp]:
@@ -217,8 +210,6 @@ class Interception:
         name = f"{frame.method or ''}_{kind}".lstrip("_")
         frame.counts[name] += 1
         return f"{name}_{frame.counts[name] - 1}"
-
-    # Functions that JAX has traced.
 
     def _should_open(self, name: str, operands: Operands, params: Params) -> bool:
         """Returns whether to look into a function: for a contraction, or to follow a parameter through it.

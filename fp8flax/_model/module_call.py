@@ -112,16 +112,8 @@ class ModuleCall(Interception):
         return functools.partial(self._drawing_keys, op) if hasattr(op, "rngs") else op._run
 
     def _drawing_keys(self, op: Fp8Op, *arguments: Any, **keywords: Any) -> jax.Array:
-        """Computes an op, and draws its random keys in the trace of the call: NNX refuses in others.
-
-        A contraction under ``jax.checkpoint`` is computed in another trace.
-        """
-
-        def key() -> jax.Array:
-            with running_in(self._trace):
-                return op.rngs()
-
-        with having(op, _key=key):
+        """Computes an op, perhaps in ``jax.checkpoint``, where NNX refuses to draw random keys."""
+        with having(op, _key=running_in(self._trace)(lambda: op.rngs())):
             return op._run(*arguments, **keywords)
 
 

@@ -129,7 +129,7 @@ class DryRun:
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
-        self._modules = nodes_of(model, nnx.Module)
+        self.modules = nodes_of(model, nnx.Module)
         copy: Any = nnx.clone(model)
         for path, op in nodes_of(copy, Fp8Op).items():
             op._compute = nnx.static(functools.partial(self._run_given, path))
@@ -154,7 +154,7 @@ class DryRun:
 
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        scope = self._record(site._replace(in_custom_vjp=any(self.custom_vjps)))
+        scope = self.record(site._replace(in_custom_vjp=any(self.custom_vjps)))
         if qwix.is_running():
             compute = jax.named_scope(scope)(FrontTrace.compute)
             return qwix.call_replaced(site.op, compute, *args, **kwargs)
@@ -163,27 +163,12 @@ class DryRun:
 
     def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
-        op: Fp8Op = self._modules[path]
+        op: Fp8Op = self.modules[path]
         site = given_site(op, path[:-1], None, *args)._replace(module=op)
-        with jax.named_scope(self._record(site)):
+        with jax.named_scope(self.record(site)):
             return op.op_type.plain(*args, **kwargs)
 
-    def scope_of(self, site: Site, kernel: Origin | None) -> str:
-        """Records a contraction that a module writes out, and returns the scope to compute it in."""
-        path = site.module._fp8_path
-        site = site._replace(path=path, module=self._modules[path], name=attribute_of(site))
-        if kernel is not None:
-            source = kernel.sources[0]
-            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
-            stacked, impossible = _stack_of(whole, source.shape)
-            site = site._replace(
-                kernel="/".join((*path, *source.path)),
-                impossible=site.impossible or impossible,
-                stacked=stacked,
-            )
-        return self._record(site)
-
-    def _record(self, site: Site) -> str:
+    def record(self, site: Site) -> str:
         """Records a contraction, and returns the scope to compute it in."""
         self.sites[site.key] = site
         return scope_in(self.sites, site)
@@ -204,8 +189,19 @@ class CountingCall(ModuleCall):
             yield
 
     def choose(self, site: Site, kernel: Origin | None) -> str:
-        """Returns the scope by which ``report`` finds a contraction."""
-        return self._dry_run.scope_of(site, kernel)
+        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        path = site.module._fp8_path
+        site = site._replace(path=path, module=self._dry_run.modules[path], name=attribute_of(site))
+        if kernel is not None:
+            source = kernel.sources[0]
+            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
+            stacked, impossible = _stack_of(whole, source.shape)
+            site = site._replace(
+                kernel="/".join((*path, *source.path)),
+                impossible=site.impossible or impossible,
+                stacked=stacked,
+            )
+        return self._dry_run.record(site)
 
 
 def quantize(

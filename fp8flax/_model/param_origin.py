@@ -55,21 +55,18 @@ class Origin(NamedTuple):
     """The parameters and numbers that a value is made of, if it is made of nothing else.
 
     ``part`` and ``axes`` serve to name the value. ``cut`` and ``steps`` serve to store it in FP8: the value
-    is ``cut`` out of the parameter, and the ``steps`` follow. For a parameter ``w`` of shape (16, 8):
+    is ``cut`` out of the parameter, and the ``steps`` follow. For a parameter ``w`` of shape (16, 8)::
 
-    ======================  ===============  ======  ==========  ============
-    value                   part             axes    cut         steps
-    ======================  ===============  ======  ==========  ============
-    w                                        (0, 1)  None        ()
-    w.T                                      (1, 0)  None        (transpose,)
-    w[1]                    -axis0-1         (1,)    (0, 1, 2)   (squeeze,)
-    w[:, 4:]                -axis1-4-8       (0, 1)  (1, 4, 8)   ()
-    w[:8:2]                 -axis0-0-8-2     (0, 1)  None        None
-    w.reshape(4, 32)                         None    None        (reshape,)
-    w.reshape(4, 32)[1]     -4x32-axis0-1    (1,)    None        None
-    2 * w, w + v                             (0, 1)  None        None
-    jnp.concatenate([w, v]) None             None    None        None
-    ======================  ===============  ======  ==========  ============
+        value                    part            axes    cut        steps
+        w                                        (0, 1)  None       ()
+        w.T                                      (1, 0)  None       (transpose,)
+        w[1]                     -axis0-1        (1,)    (0, 1, 2)  (squeeze,)
+        w[:, 4:]                 -axis1-4-8      (0, 1)  (1, 4, 8)  ()
+        w[:8:2]                  -axis0-0-8-2    (0, 1)  None       None
+        w.reshape(4, 32)                         None    None       (reshape,)
+        w.reshape(4, 32)[1]      -4x32-axis0-1   (1,)    None       None
+        2 * w, w + v                             (0, 1)  None       None
+        jnp.concatenate([w, v])  None            None    None       None
     """
 
     sources: tuple[Source, ...] = ()
@@ -112,8 +109,6 @@ class Origin(NamedTuple):
         """What a value is that is computed from this one in another way; empty for numbers."""
         return f"a kernel that is computed from {'/'.join(self.sources[0].path)}" if self.sources else ""
 
-    # How casts and movements change the origin.
-
     def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
         if self.part is None:
@@ -137,15 +132,13 @@ class Origin(NamedTuple):
     def _sliced(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of a slice of the value, given as for ``moved``."""
         name, part, axes, steps, cut = primitive.name, self.part or "", self.axes, self.steps, self.cut
-        taken = [(0, size, 1) for size in shape]  # the start, the end and the stride in each dimension
         if name == "slice":
             strides = params["strides"] or (1,) * len(shape)
             taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
-        elif name == "split":
-            start = sum(params["sizes"][:index])
-            taken[params["axis"]] = start, start + params["sizes"][index], 1
-        else:  # unstack
-            taken[params["axis"]] = index, index + 1, 1
+        else:
+            sizes = params["sizes"] if name == "split" else (1,) * (index + 1)
+            taken = [(0, size, 1) for size in shape]
+            taken[params["axis"]] = sum(sizes[:index]), sum(sizes[: index + 1]), 1
         cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
         if cuts and steps is not None:
             # The slice comes after the steps, and the cut before them. The steps are the same for it.
@@ -167,8 +160,6 @@ class Origin(NamedTuple):
             axes = axes and tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
         return Origin(self.sources, part, axes, steps, cut)
 
-    # How a parameter is stored whose values move in this way.
-
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, or one index into its first axis, at most cast."""
@@ -180,9 +171,20 @@ class Origin(NamedTuple):
         axis, start, end = self.cut
         return (axis, end) == (0, start + 1) and moves in (["squeeze"], ["unstack"])
 
-    def value_of(self, parameter: jax.Array) -> jax.Array:
-        """Returns the value for a parameter."""
-        return self._after_cut(self._cut_of(parameter))
+    def cut_of(self, parameter: jax.Array) -> jax.Array:
+        """Returns the cut of a parameter."""
+        if self.cut is None:
+            return parameter
+        axis, start, end = self.cut
+        return jax.lax.slice_in_dim(parameter, start, end, axis=axis)
+
+    def after_steps(self, cut: jax.Array, casts: bool = True) -> jax.Array:
+        """Returns the value that the steps make from the cut, perhaps without casts."""
+        for primitive, params in self.steps or ():
+            if primitive.name != CAST or casts:
+                cut = primitive.bind(cut, **params)
+                cut = cut[0] if primitive.multiple_results else cut
+        return cut
 
     def into_cut(self, codes: jax.Array) -> jax.Array:
         """Moves codes from the places of the value to the places of the cut, which they fill.
@@ -190,24 +192,10 @@ class Origin(NamedTuple):
         ``jax.linear_transpose`` of the steps does so. It needs a wide dtype, and bfloat16 holds every code
         exactly.
         """
-        like = jax.eval_shape(self._cut_of, jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16))
-        back = jax.linear_transpose(partial(self._after_cut, casts=False), like)
+        like = jax.eval_shape(self.cut_of, jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16))
+        back = jax.linear_transpose(partial(self.after_steps, casts=False), like)
         (result,) = back(codes.astype(jnp.bfloat16))
         return result.astype(codes.dtype)
-
-    def _cut_of(self, parameter: jax.Array) -> jax.Array:
-        if self.cut is None:
-            return parameter
-        axis, start, end = self.cut
-        return jax.lax.slice_in_dim(parameter, start, end, axis=axis)
-
-    def _after_cut(self, array: jax.Array, casts: bool = True) -> jax.Array:
-        """Returns the result of the steps, perhaps without casts."""
-        for primitive, params in self.steps or ():
-            if primitive.name != CAST or casts:
-                array = primitive.bind(array, **params)
-                array = array[0] if primitive.multiple_results else array
-        return array
 
 
 def hold_each_once(origins: Sequence[Origin]) -> bool:
@@ -252,12 +240,7 @@ NUMBER = Origin(part="")
 
 
 class NoKernel(NamedTuple):
-    """What is known of a value that cannot be a kernel.
-
-    This is a constant, a variable that is not a parameter, or what is computed from one of these or from an
-    input: ``NoKernel("a kernel that is computed from w", True)`` for ``w + mask``, with an array ``mask``
-    in the source of the model, and ``NoKernel("", True)`` for ``x @ w``.
-    """
+    """What is known of a value that cannot be a kernel, such as ``x @ w``: ``NoKernel("", True)``."""
 
     note: str
     """What the value is, for reasons in reports; empty if an input of the model is in it."""

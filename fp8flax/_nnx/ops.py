@@ -1,10 +1,9 @@
 """The NNX ops, and the scaling state of a whole NNX model.
 
-An op is a module in the field of a layer, such as ``layer.dot_general``. Its variables are its state::
+An op is a module in a field of a layer, and its variables are its scaling state::
 
     layer = nnx.Linear(4, 8, dot_general=Fp8DotGeneralOp(), rngs=rngs)
-    layer.dot_general.kernel_scale           # OverwriteWithGradient, of shape (1,)
-    layer.dot_general.kernel_amax_history    # OverwriteWithGradient, of shape (1024,)
+    layer.dot_general.kernel_scale    # an OverwriteWithGradient of shape (1,)
 
 ``OpBase`` computes the op. ``Fp8Op`` gives it the state, a random key, and a path for errors and audits.
 """

@@ -1,12 +1,4 @@
-"""Freezes Linen models, and runs and describes frozen ones.
-
-The codes of a kernel are where the kernel was. The source of the model declares a float32 kernel, and
-casts, reshapes or transposes it before the matmul. So a method that reads a stored kernel gets a
-``StandIn`` in front of the codes: it has the kernel's shape and dtype, and no values. The codes move as the
-model moves the stand-in, and the op takes them from it. All other code that needs the values raises an
-error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would make all layers of a loop
-wide.)
-"""
+"""Freezes Linen models, and runs and describes frozen ones."""
 
 from __future__ import annotations
 

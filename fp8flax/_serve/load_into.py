@@ -1,12 +1,10 @@
 """``load_into``: loads the tensors of a checkpoint into the variables of a model, wide or frozen.
 
-The function gets variables and tensors, and no model. So names and shapes must show how they belong
-together. For a frozen ``nn.Dense(32)`` on 16 features, and a file of another library::
+The function gets no model. So names and shapes must show which tensor belongs to a variable, and how, as
+for a frozen ``nn.Dense(32)`` on 16 features::
 
-    variable                                    tensor
-    --------                                    ------
-    Dense_0/kernel              (16, 32) codes  Dense_0.weight        (32, 16) codes
-    Dense_0/Fp8DotGeneralOp_0/kernel_scale (1,) Dense_0.weight_scale  (1,)
+    Dense_0/kernel                           (16, 32)   from   Dense_0.weight         (32, 16)
+    Dense_0/Fp8DotGeneralOp_0/kernel_scale   (1,)       from   Dense_0.weight_scale   (1,)
 
 1. ``_names_of`` returns the names that the tensor of a variable may have in the file.
 2. ``_groups_of`` finds which dimensions of the variable are ``out`` and ``in`` in the tensor.
@@ -162,9 +160,6 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     return sources
 
 
-# 1. The names of variables.
-
-
 def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
     """Returns the names that a variable may have in a file."""
     own, weight = names_of(path)
@@ -183,9 +178,6 @@ def _kernel_of(op: Path) -> tuple[Path, int | None]:
     own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
     path, index = kernel_named(own[1]) if own else (("kernel",), None)
     return (*op[:-1], *path), index
-
-
-# 2. The order of dimensions.
 
 
 def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
@@ -208,15 +200,8 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
 def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Groups:
     """Returns which dimensions of a variable are one in a tensor, or raises.
 
-    =========================  ==================  ==============================================
-    variable                   tensor              groups
-    =========================  ==================  ==============================================
-    kernel (16, 4, 8)          weight (32, 16)     ((1, 2), (0,))
-    stacked kernel (3, 16, 8)  weight (3, 8, 16)   ((1,), (0,)): counted without the stack
-    embedding (100, 16)        (100, 16)           (): the order of the variable
-    bias (4, 8)                (32,)               ()
-    experts (6, 16, 8)         (6, 16, 8)          (): fused experts of other libraries
-    =========================  ==================  ==============================================
+    A kernel (16, 4, 8) and a weight (32, 16) give ``((1, 2), (0,))``. So do a stack (3, 16, 4, 8) of layers
+    and a weight (3, 32, 16). A tensor in the order of the variable, such as an embedding, gives none.
     """
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
     is_weight = is_weight_name(name)
@@ -258,9 +243,6 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
             found.append((out, tuple(range(start, end))))
     is_clear = len(found) == 1 or (found and 0 in found[0][1])
     return found[0] if is_clear else ()
-
-
-# 3. The scales of a frozen kernel.
 
 
 def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:
@@ -349,9 +331,6 @@ def _kernel_scale(
     if not can_hold or len(counts) != 1 or weight.scale.shape[-2:] not in (*counts, (1, 1)):
         return None
     return np.broadcast_to(weight.scale, (*stack, *counts.pop()))
-
-
-# 4. The new arrays.
 
 
 def _variable(tensor: Any, groups: Groups, like: Any) -> jax.Array:

@@ -44,10 +44,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 For a kernel (16, 4, 8) of ``nn.DenseGeneral((4, 8))`` they are ``((1, 2), (0,))``: its weight is (32, 16),
 ``(out, in)``. They are counted without the dimensions that stack layers. ``freeze`` knows them from the op
-(``ServedOp.layout``), and ``export.merged`` writes a file with them. ``load_into`` has no op, so it finds
-them by the two shapes, and ``export.unmerged`` reads with them. A ``Layout`` of ``_core`` is something
-else: the transpose and the reshape by which GEMMs take an operand while they compute. It never reaches a
-file: the codes in the variables have the shape of the kernel."""
+(``ServedOp.layout``), and ``export.merged`` writes files by them. ``load_into`` has no op, so it finds them
+by the two shapes, and ``export.unmerged`` reads by them. A ``Layout`` of ``_core`` is something else: how
+GEMMs take an operand while they compute. The codes in the variables have the shape of the kernel."""
 
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
@@ -96,8 +95,11 @@ class ServedOp(NamedTuple):
 class Reading(Interception):
     """Calls that know which parameters other code than an op reads, and in which FP8 codes may be kernels.
 
-    A frozen model reads a ``StandIn`` in the place of a stored kernel. A cast or a movement of the stand-in
-    moves the codes, so that the op finds them at the places where it expects the kernel's values.
+    The source of the model casts, reshapes or transposes a float32 kernel before the matmul. So a method
+    that reads a stored kernel gets a ``StandIn``, which has the kernel's shape and dtype, and no values.
+    The codes move as the model moves the stand-in, and the op takes them from it. All other code that needs
+    the values raises an error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would
+    make all layers of a loop wide.)
     """
 
     def on_read(self, path: Path) -> None:
@@ -345,7 +347,7 @@ def _quantized(
     def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
         codes, of_kernels = [], []
         for (origin, plan), scale in zip(kernels, scales):
-            kernel = origin.value_of(parameter).astype(plan.rhs.dtype)
+            kernel = origin.after_steps(origin.cut_of(parameter)).astype(plan.rhs.dtype)
             packed = packed_kernel(plan, kernel, scale)
             own = {KERNEL_SCALE: packed.scale}
             if packed.tensor_scale is not None:
