@@ -78,10 +78,10 @@ class Interception:
     opens: tuple[str, ...] = ("jit",)
     """The primitives whose programs are looked into, if there is a contraction."""
     is_passing = False
-    """Whether JAX computes all primitives, because they belong to one that is handled already.
+    """Whether JAX computes all primitives, because they belong to one that was handled already.
 
-    ``nn.vmap`` binds a contraction of one example, and JAX then binds the contraction of the whole batch in
-    the trace around it. Only the first is a contraction of the model."""
+    A contraction inside of ``nn.vmap`` comes here for one example. To compute it, JAX binds the contraction
+    of the whole batch in the trace around, which may be a ``FrontTrace`` of this call, too."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

@@ -130,7 +130,7 @@ class Origin(NamedTuple):
         return self._replace(part=part, axes=axes, steps=steps)
 
     def _sliced(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
-        """Returns the origin of a slice of the value, given as for ``moved``."""
+        """Returns the origin of a slice of the value; the arguments are those of ``moved``."""
         name, part, axes, steps, cut = primitive.name, self.part or "", self.axes, self.steps, self.cut
         if name == "slice":
             strides = params["strides"] or (1,) * len(shape)
@@ -141,7 +141,8 @@ class Origin(NamedTuple):
             taken[params["axis"]] = sum(sizes[:index]), sum(sizes[: index + 1]), 1
         cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
         if cuts and steps is not None:
-            # The slice comes after the steps, and the cut before them. The steps are the same for it.
+            # The same slice before the steps gives the same value, so it becomes the cut. (A reversal would
+            # exchange its ends, and a sharding may not fit it.)
             (i, start, end, stride), *more = cuts
             is_reversed = any(step.name == "rev" for step, _ in steps)
             if axes is None or more or cut or stride != 1 or is_reversed:

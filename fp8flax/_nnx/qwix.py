@@ -42,15 +42,13 @@ def function_of(op_type: type[Op]) -> Callable[..., jax.Array]:
 class _Replaced:
     """The handler of a ``FrontTrace`` that computes the primitive of two operands by ``compute``."""
 
-    def __init__(self, op_type: type[Op], operands: Sequence[Any], compute: Callable[..., Results]) -> None:
-        # ``jnp.einsum`` is a jitted function.
-        self.primitive = "jit" if op_type is Einsum else op_type.primitive
+    def __init__(self, operands: Sequence[Any], compute: Callable[..., Results]) -> None:
         self.operands, self.compute = {id(x) for x in operands}, compute
 
     def on_primitive(
         self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
     ) -> Results:
-        is_it = primitive.name == self.primitive and self.operands <= {id(x) for x in operands}
+        is_it = self.operands <= {id(x) for x in operands}
         return (self.compute if is_it else FrontTrace.compute)(front, primitive, operands, params)
 
     def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
@@ -67,7 +65,7 @@ def call_replaced(
     first = int(op_type is Einsum)  # an equation comes before the operands
     # The primitive gets the same objects only if they are arrays, and not variables.
     args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
-    with running_in(FrontTrace(_Replaced(op_type, args[first : first + 2], compute))):
+    with running_in(FrontTrace(_Replaced(args[first : first + 2], compute))):
         return function_of(op_type)(*args, **kwargs)
 
 
@@ -80,7 +78,7 @@ def with_adapters(call: Callable[..., jax.Array]) -> Any:
         def compute(front: FrontTrace, primitive: Primitive, *_: Any) -> Results:
             with running_in(front.behind):
                 out = call(op, *args, **kwargs)
-            return [out] if primitive.multiple_results else out
+            return [out] if primitive.multiple_results else out  # jnp.einsum is one jitted function
 
         if is_running():
             return call_replaced(op.op_type, compute, *args, **kwargs)
