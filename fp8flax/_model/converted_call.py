@@ -18,7 +18,7 @@ Names are written in the other case there. So no parameter of the model has such
 
 When code outside of the model calls a method, ``linen.py`` makes a ``Call``:
 
-1. ``put_in`` moves the state of all ops among the parameters.
+1. ``put_in`` moves the state of all ops among the parameters, in an ``nn.map_variables`` around the method.
 2. ``around`` runs each method of a module ``in_frame``: it records which values are parameters, and watches
    the primitives.
 3. ``choose`` gets each contraction. If the rules convert it, an op is made below the module, and gets its
@@ -70,6 +70,7 @@ class Call(Interception):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        # A method of the same class inside of the call begins no other call.
         self.cls, self.rules = type(model), model._fp8_rules
         # The path is empty unless a Linen model that is not converted calls the model.
         self.path, self.is_init = model.scope.path, model.is_initializing()

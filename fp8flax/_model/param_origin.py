@@ -253,7 +253,17 @@ CONSTANT = NoKernel("a constant")
 """An array in the source of the model."""
 
 Known: TypeAlias = Origin | NoKernel | None
-"""What is known of a value; None if an input of the model may be in it, and no parameter is."""
+"""What is known of a value; None if an input of the model may be in it, and no parameter is.
+
+For a parameter ``w``, an input ``x``, and a NumPy array ``mask`` in the source of the model::
+
+    w[1], 2 * w           an Origin, with the source w
+    2, 2 * 3.0            NUMBER
+    mask                  CONSTANT
+    w + mask              NoKernel("a kernel that is computed from w", True)
+    x @ w                 NoKernel("", True)
+    x, x + mask           None
+"""
 
 
 class ParamOrigins:

@@ -6,7 +6,7 @@ for a frozen ``nn.Dense(32)`` on 16 features::
     Dense_0/kernel                           (16, 32)   from   Dense_0.weight         (32, 16)
     Dense_0/Fp8DotGeneralOp_0/kernel_scale   (1,)       from   Dense_0.weight_scale   (1,)
 
-1. ``_names_of`` returns the names that the tensor of a variable may have in the file.
+1. ``_possible_names`` returns the names that the tensor of a variable may have in the file.
 2. ``_groups_of`` finds which dimensions of the variable are ``out`` and ``in`` in the tensor.
 3. ``_scales_beside`` finds the variables with the scales of a frozen kernel, and ``_scales_from`` gives
    them the scales that came with the tensor.
@@ -127,7 +127,7 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
 
 def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Sources:
     """Returns what each variable is made of; one error lists everything that does not match."""
-    names = {path: _names_of(path, len(leaf.shape)) for path, leaf in wanted.items()}
+    names = {path: _possible_names(path, len(leaf.shape)) for path, leaf in wanted.items()}
     new_names = new_names_of({name for own in names.values() for name in own}, rename, wanted)
     sources: Sources = {}
     used_by: dict[str, str] = {}
@@ -160,7 +160,7 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     return sources
 
 
-def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
+def _possible_names(path: Path, ndim: int) -> tuple[str, ...]:
     """Returns the names that a variable may have in a file."""
     own, weight = names_of(path)
     if path[-1] == INPUT_SCALE:  # of a layer that shares the kernel of another one
@@ -246,16 +246,12 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
 
 
 def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:
-    """Returns the paths of the scales of a frozen kernel, each with the index of its kernel in a stack.
-
-    They are those of the op that is named after the kernel, or that is beside it. If there is none, layers
-    share the kernel, which has another path than theirs.
-    """
+    """Returns the paths of the scales of a frozen kernel, each with the index of its kernel in a stack."""
     ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
     own = (
         [op for op in ops if _kernel_of(op)[0] == kernel]
-        or [op for op in ops if op[:-1] == kernel[:-1]]
-        or [op for op in ops if _kernel_of(op)[0] not in leaves]
+        or [op for op in ops if op[:-1] == kernel[:-1]]  # a module calls an op of its own with the kernel
+        or [op for op in ops if _kernel_of(op)[0] not in leaves]  # layers share the kernel of another one
     )
     return {path: _kernel_of(path[:-1])[1] for path in leaves if path[:-1] in own and path[-1] in _SCALES}
 
