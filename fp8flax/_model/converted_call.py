@@ -1,19 +1,29 @@
-"""Runs one call of a converted model: computes each contraction as the rules decide.
+"""Runs one call of a converted Linen model: computes each contraction as the rules decide.
 
 The scaling state is among the parameters while a converted model runs. The author of a model wrote
 ``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` without scaling state in mind. Among the
-parameters, the state is stacked, sliced and shared as the kernels are::
+parameters, the state is stacked, sliced and shared as the kernels are. For a scan of two ``nn.Dense(8)``::
 
-    the caller has                                a method of the model sees
-    --------------                                --------------------------
+    the caller has                                a method of the scanned layer sees
+    --------------                                ----------------------------------
     params/                                       params/
-      layers/Dense_0/kernel                         layers/Dense_0/
-    _overwrite_with_gradient/                         kernel
-      layers/Dense_0/                                 fP8dOTgENERALoP_0/INPUT_SCALE
-        Fp8DotGeneralOp_0/input_scale
+      layers/Dense_0/kernel         (2, 4, 8)       Dense_0/kernel                             (4, 8)
+    _overwrite_with_gradient/                       Dense_0/fP8dOTgENERALoP_0/INPUT_SCALE      (1,)
+      layers/Dense_0/
+        Fp8DotGeneralOp_0/
+          input_scale               (2, 1)
 
 Names are written in the other case there. So no parameter of the model has such a name, and the filter
 ``{"kernel"}`` of ``nn.WeightNorm`` does not match.
+
+When code outside of the model calls a method, ``linen.py`` makes a ``Call``:
+
+1. ``put_in`` moves the state of all ops among the parameters, in an ``nn.map_variables`` around the method.
+2. ``around`` runs each method of a module ``in_frame``: it records which values are parameters, and watches
+   the primitives.
+3. ``choose`` gets each contraction. If the rules convert it, an op is made below the module, and gets its
+   state from ``state_of``. In ``init``, ``state_of`` makes the state.
+4. ``take_out`` moves the state back.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import flax.core
 import flax.linen as nn
@@ -41,11 +51,11 @@ from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
-from fp8flax._model.interception import Frame, Interception, given_site, in_module, scope_in
+from fp8flax._model.interception import Frame, Interception
 from fp8flax._model.param_origin import Origin
+from fp8flax._model.report import given_site, in_module, scope_in
 from fp8flax._model.rules import Site
 
-T = TypeVar("T")
 Variables = Mapping[str, PyTree]
 """Collections of variables by their names."""
 
@@ -54,25 +64,26 @@ class Call(Interception):
     """One call of a converted model by code outside of the model."""
 
     on_op: Callable[..., jax.Array] | None = None
-    """A function that computes the Linen ops of the call in another way; see ``call_of``."""
+    """A method of subclasses that computes the Linen ops of the call in another way; see ``call_of``."""
     has_ops = False
     """Whether an FP8 op that the user gave to a layer has run."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        # A method of the same class inside of the call begins no other call.
         self.cls, self.rules = type(model), model._fp8_rules
         # The path is empty unless a Linen model that is not converted calls the model.
         self.path, self.is_init = model.scope.path, model.is_initializing()
         self.decided: dict[Hashable, Site] = {}
         """The contractions with the decisions about them, by their keys."""
-        self._made: set[Path] = set()
-        """The paths of the arrays that ``init`` has made for ops."""
         self._kernels: dict[Path, str | None] = {}
         """``Site.kernel`` of each op, by the path of the op."""
+        self._made: set[Path] = set()
+        """The paths among the parameters of the arrays that ``init`` has made for ops."""
 
     def put_in(self, variables: Variables) -> Variables:
         """Returns the collections of the caller as the method sees them."""
-        return merged(as_own_arrays(variables))
+        return state_in_params(as_own_arrays(variables))
 
     def take_out(self, variables: Variables) -> Variables:
         """Returns the collections of the method as the caller sees them, if no state is lost."""
@@ -85,19 +96,42 @@ class Call(Interception):
                     "return the others unchanged, or leave the layer wide: "
                     f"quantize_model(model, exclude={layer!r})."
                 )
-        return split(variables)
+        return state_apart(variables)
 
-    # How methods run.
+    def around(self, run: PyTree, args: PyTree, kwargs: PyTree, context: InterceptorContext) -> PyTree:
+        """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
+        module, scope = context.module, context.module.scope
+        if self.is_passing or scope is None:
+            return run(*args, **kwargs)
+        if isinstance(module, Fp8Op):  # the user gave it to a layer
+            self.has_ops = True
+            with unwatched(), having(self, is_passing=True), jax.named_scope(names.BY_OP):
+                return run(*args, **kwargs)
+        if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
+            path = names.OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
+            state = _value_at(state_apart(variables_of(scope.root)), path)
+            variables_of(scope).update({names.OVERWRITE_WITH_GRADIENT: state} if state else {})
+        # A method that is called by another method of its module shares the frame of that method.
+        outer = self.frames[-1:]
+        is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
+        is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
+        method = "" if is_main else context.method_name
+        with self.watching() if is_shared else self.in_frame(module, method):
+            return run(*args, **kwargs)
 
     @contextlib.contextmanager
     def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
-        """A context in which a method of a module runs, and finds the state where the caller has it."""
+        """A context in which a method of a module runs.
+
+        Code of the model that reads the variables of the scope finds the state where the caller has it.
+        """
         scope = cast(flax.core.Scope, module.scope)
+        # A transformation such as nn.scan makes a new root, whose variables are slices.
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
-            self._add_variables(scope.root, variables_of(scope.root))
+            self._record_params(scope.root, variables_of(scope.root))
         self.frames.append(Frame(module, method, scope.path, trace_behind()))
         try:
-            with showing(scope, split, lambda new: self._add_variables(scope, new)), self.watching():
+            with showing(scope, state_apart, lambda new: self._record_params(scope, new)), self.watching():
                 yield
         finally:
             self.frames.pop()  # JAX may keep the trace alive
@@ -109,55 +143,15 @@ class Call(Interception):
             return jax.named_scope(names.SWITCHED_OFF)
         return super().watching()
 
-    def around(self, run: PyTree, args: PyTree, kwargs: PyTree, context: InterceptorContext) -> PyTree:
-        """Runs one method of a module, whose contractions go to ``choose``; Linen calls it."""
-        module, scope = context.module, context.module.scope
-        if self.is_passing or scope is None:
-            return run(*args, **kwargs)
-        if isinstance(module, Fp8Op):
-            self.has_ops = True
-            with unwatched(), having(self, is_passing=True), jax.named_scope(names.BY_OP):
-                return run(*args, **kwargs)
-        if type(module).__module__ == "flax.linen.fp8_ops":  # Flax's own op looks in its collection
-            path = names.OVERWRITE_WITH_GRADIENT, *scope.path[len(scope.root.path) :]
-            state = _value_at(split(variables_of(scope.root)), path)
-            variables_of(scope).update({names.OVERWRITE_WITH_GRADIENT: state} if state else {})
-        # A method that is called by another method of its module shares the frame of that method.
-        outer = self.frames[-1:]
-        is_shared = any(frame.module.scope is scope and frame.method is not None for frame in outer)
-        is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
-        method = "" if is_main else context.method_name
-        with self.watching() if is_shared else self.in_frame(module, method):
-            return run(*args, **kwargs)
-
-    def _add_variables(self, scope: flax.core.Scope, variables: Variables) -> None:
-        """Records the variables in a scope, if they are those of the model."""
-        collections = sorted(variables, key=lambda x: x != names.PARAMS)  # one array may be in two of them
-        for collection in collections if call_of(scope) is self else ():
+    def _record_params(self, scope: flax.core.Scope, variables: Variables) -> None:
+        """Records the origins of the variables in a scope, if they are those of the model."""
+        if call_of(scope) is not self:  # of a module that the model applies to other variables
+            return
+        # One array may be in two collections; then it is a parameter.
+        for collection in sorted(variables, key=lambda x: x != names.PARAMS):
             kind = "" if collection == names.PARAMS else f"a variable of the collection {collection!r}"
             leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
-
-    # How a contraction is computed.
-
-    def decide(self, site: Site, kernel: Origin | None) -> Site:
-        """Returns a contraction with the name of its op and the decision of the rules, and records it."""
-        module, impossible = site.module, site.impossible
-        if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
-            impossible = "part of a normalization of weights"
-        elif call_of(module.scope) is not self:
-            impossible = impossible or (
-                "in a module that is applied to variables of its own, where there is no place for state"
-            )
-        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site, kernel)}", impossible=impossible)
-        # A converted model inside of this one has its own rules.
-        modules = (frame.module for frame in reversed(self.frames))
-        rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
-        site = rules.decide(site)
-        pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
-        # A module has a scope, which must not outlive its trace.
-        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
-        return site
 
     def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
@@ -179,13 +173,31 @@ class Call(Interception):
         object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
         return op._run
 
-    # Where the state is.
+    def decide(self, site: Site, kernel: Origin | None) -> Site:
+        """Returns a contraction with the name of its op and the decision of the rules, and records it."""
+        module, impossible = site.module, site.impossible
+        if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
+            impossible = "part of a normalization of weights"
+        elif call_of(module.scope) is not self:
+            impossible = impossible or (
+                "in a module that is applied to variables of its own, where there is no place for state"
+            )
+        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site, kernel)}", impossible=impossible)
+        # A converted model inside of this one has its own rules.
+        modules = (frame.module for frame in reversed(self.frames))
+        rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
+        site = rules.decide(site)
+        pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
+        # A module has a scope, which must not outlive its trace.
+        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
+        return site
 
     def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:
-        """Returns an array of an op that is among the parameters; ``init`` makes it from ``leaf``.
+        """Returns an array of an op that is among the parameters; None if there is none of this name.
 
-        None if there is none of this name. It is in the outermost root of the running trace: in this one,
-        no ``nn.map_variables`` of the model has changed the state.
+        With ``leaf``, ``init`` makes the array. In each trace, the array is read from the root of the
+        outermost module that runs there. An ``nn.map_variables`` of the model makes a new root in the same
+        trace, in which its functions may have changed the state as if it were a weight.
         """
         here, default = trace_behind(), cast(flax.core.Scope, op.scope).root
         roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)
@@ -199,6 +211,22 @@ class Call(Interception):
             root.put_variable(names.PARAMS, name, below)
             self._made.add((*root.path, *path))
         return value
+
+
+def _name_in_layer(site: Site, kernel: Origin | None) -> str:
+    """Returns the end of the name of an op; in a layer of Flax it is that of an op given by hand.
+
+    This is ``0`` in ``nn.Dense``, whose op is ``Fp8DotGeneralOp_0``, and ``w`` for ``x @ self.w``.
+    """
+    module, fields = site.module, ("dot_general_cls", "conv_general_dilated_cls")
+    is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
+    if is_layer and kernel is not None:
+        # A layer of Flax has one contraction. (But other code may have added parameters, such as Qwix's
+        # kernel_lora_a.)
+        own = [source.path[-1] for source in kernel.sources if source.path[:-1] == site.path]
+        if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
+            return "0"
+    return site.name
 
 
 class CountingCall(Call):
@@ -232,25 +260,12 @@ class CountingCall(Call):
             return op.op_type.plain(*operands, **keywords)
 
 
-def _name_in_layer(site: Site, kernel: Origin | None) -> str:
-    """Returns the end of the name of an op; in a layer of Flax it is that of an op given by hand."""
-    module, fields = site.module, ("dot_general_cls", "conv_general_dilated_cls")
-    is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
-    if is_layer and kernel is not None:
-        # A layer of Flax has one contraction. (But other code may have added parameters, such as Qwix's
-        # kernel_lora_a.)
-        own = [source.path[-1] for source in kernel.sources if source.path[:-1] == site.path]
-        if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
-            return "0"
-    return site.name
-
-
-def merged(variables: Variables) -> dict[str, PyTree]:
+def state_in_params(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the model sees them: with the state among the parameters."""
     return _moved(variables, names.OVERWRITE_WITH_GRADIENT, names.PARAMS)
 
 
-def split(variables: Variables) -> dict[str, PyTree]:
+def state_apart(variables: Variables) -> dict[str, PyTree]:
     """Returns variables as the caller sees them: with the state in its own collection."""
     return _moved(variables, names.PARAMS, names.OVERWRITE_WITH_GRADIENT)
 
@@ -280,11 +295,6 @@ def _value_at(tree: PyTree, path: Path) -> PyTree:
     return tree
 
 
-def as_struct(x: T) -> T | jax.ShapeDtypeStruct:
-    """Returns the shape and the dtype of an array; another value unchanged."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
-
-
 def as_own_arrays(tree: PyTree) -> PyTree:
     """Returns a tree in which each array is a JAX array with an identity of its own.
 
@@ -293,7 +303,7 @@ def as_own_arrays(tree: PyTree) -> PyTree:
     """
     seen = set[int]()
 
-    def own(x: T) -> T | jax.Array:
+    def own(x: PyTree) -> PyTree:
         if isinstance(x, np.ndarray):
             return jnp.asarray(x)
         if isinstance(x, jax.Array) and id(x) in seen:

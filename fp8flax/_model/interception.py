@@ -1,16 +1,25 @@
 """Finds the contractions that the methods of modules compute, in any way they are written.
 
-``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. While a module's
-method runs, a ``FrontTrace`` is in front of JAX's current trace, and sends each primitive here:
+``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. An
+``Interception`` watches one call of a model: while a method of a module runs, a ``FrontTrace`` is in front
+of JAX's current trace, and sends each primitive to ``on_primitive``::
 
-* A contraction goes to ``Interception.choose``, which returns the FP8 op that computes it, or the scope to
-  compute it in without FP8. A contraction in one of the scopes ``HANDLED`` went there before.
-* A jitted function, in NNX also one under ``jax.checkpoint``, is looked into if a contraction is in it that
-  was not handled.
-* JAX computes every other primitive. It may trace functions then, such as the body of a loop. The modules
-  in it begin again, in front of the trace of the loop.
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", init, (4, 8))   # its origin is recorded: the parameter "w"
+            w = w.astype(jnp.bfloat16)          # JAX computes the cast; the result has the origin "w"
+            return jnp.tanh(x @ w)              # a contraction with the kernel "w" goes to ``choose``
 
-``ParamOrigins`` follows all primitives, to know which values are parameters.
+``choose`` returns what computes the contraction. These calls are watched, each by a class:
+
+* all calls of a converted model, to compute its contractions in FP8: ``Call`` (Linen), ``ModuleCall`` (NNX)
+* calls that ``report`` traces, and in NNX ``quantize_model``, to list the contractions: ``CountingCall``
+* calls that ``freeze`` traces, to see which code reads which parameter: ``RecordingCall`` in ``_serve``
+* all calls of a frozen model, to bring the FP8 codes of kernels to their ops: ``ServingCall`` in ``_serve``
+
+JAX may trace a function while it computes a primitive, such as the body of a loop. The modules that run in
+the function put a ``FrontTrace`` in front of this inner trace. All of them report to one ``Interception``.
 """
 
 from __future__ import annotations
@@ -19,21 +28,21 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 
 from fp8flax._compat.flax_internals import having
 from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results, equations
-from fp8flax._compat.stand_in import READ, StandIn, refuse
+from fp8flax._compat.stand_in import READ, refuse
 from fp8flax._compat.traces import FrontTrace, Trace, current_handler, current_scopes, running_in
-from fp8flax._core.names import BY_OP, COUNTED, MODULE, NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
-from fp8flax._core.ops.op import Op, OpBase
-from fp8flax._core.types import OutSharding, Path
+from fp8flax._core.ops.op import Op
+from fp8flax._core.types import Path
 from fp8flax._linen.ops import op_type_of
-from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
+from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Site
 
 HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9]+)\b")
@@ -42,30 +51,8 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
 text."""
 
-Restore: TypeAlias = Callable[[jax.Array], jax.Array]
-"""Makes the result of a primitive from the result of its op, if they differ."""
-
-GIVEN = "an op of its own"
-"""The reason in reports for an op that the user gave to a layer."""
-
-
-def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
-    """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
-    return f"{COUNTED}{[*sites].index(site.key)}"
-
-
-def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
-    """Returns the contraction of an op that the user gave to the module at this path."""
-    lhs, rhs, *arguments = operands
-    shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
-    sizes = op_type.sizes(*shapes, *arguments)
-    site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
-    return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
-
-
-def in_module(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Returns a scope by which ``report`` finds the module of a contraction."""
-    return jax.named_scope(f"{MODULE}({'/'.join(path)})")
+RunOp: TypeAlias = Callable[[Callable[..., jax.Array]], jax.Array]
+"""Computes one contraction by the op that it gets."""
 
 
 @dataclasses.dataclass
@@ -89,16 +76,19 @@ class Interception:
     """Chooses how the contractions of one call of a model are computed. All traces of the call share it."""
 
     opens: tuple[str, ...] = ("jit",)
-    """The primitives that are looked into, if there is a contraction."""
+    """The primitives whose programs are looked into, if there is a contraction."""
     is_passing = False
-    """Whether all primitives are passed on: an earlier trace handles them, as around ``nn.vmap``."""
+    """Whether JAX computes all primitives, because they belong to one that was handled already.
+
+    A contraction inside of ``nn.vmap`` comes here for one example. To compute it, JAX binds the contraction
+    of the whole batch in the trace around, which may be a ``FrontTrace`` of this call, too."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         """The methods that are running, from the outermost to the innermost."""
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
-        """Whether the running functions that are not looked into have derivatives of their own."""
+        """For each running function without a program, whether it has a derivative of its own."""
 
     def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
         """Returns the FP8 op that computes a contraction, or the scope to compute it in without FP8."""
@@ -109,10 +99,7 @@ class Interception:
         return self.origins.of(value)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the primitives of the current trace come here.
-
-        In another trace, such as that of a loop's body, modules call this method again.
-        """
+        """Returns a context in which the primitives of JAX's current trace come here."""
         if current_handler() is self:
             return contextlib.nullcontext()
         return running_in(FrontTrace(self))
@@ -123,101 +110,32 @@ class Interception:
         """Returns the result of a primitive; the trace in front calls this method."""
         if self.is_passing:
             return front.compute(primitive, operands, params)
-        scope: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         op_type = op_type_of(primitive)
         if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
-                site, kernel, arguments, keywords, restore = self._contraction(op_type, operands, params)
+                site, kernel, run_op = self._contraction(op_type, operands, params)
                 op = self.choose(site, kernel)
                 if not isinstance(op, str):
-                    with jax.named_scope(BY_OP):
-                        out = op(*arguments, **keywords)
-                    return out if restore is None else restore(out)
-            scope = jax.named_scope(op)
-        elif primitive.name in self.opens and self._should_open(primitive.name, operands, params):
+                    return run_op(op)
+            with jax.named_scope(op):
+                return self.compute(front, primitive, operands, params)
+        if primitive.name in self.opens and self._should_open(primitive.name, operands, params):
             if primitive.name == "jit":
                 return front.open(params["jaxpr"], operands)
             return self._rematerialized(front, operands, params)
-        with scope, having(self, is_passing=True):
-            results = self.compute(front, primitive, operands, params)
-        all_results: Any = results if primitive.multiple_results else [results]
-        self.origins.follow(operands, all_results, primitive, params)
-        for x in all_results:
-            if isinstance(x, StandIn):
-                origin = self.origins.of(x)
-                if origin is None or origin.steps is None:  # such as copies
-                    raise refuse(x.source)
-                x.cut = origin.cut
-        return results
-
-    def _contraction(
-        self, op_type: type[Op], operands: Operands, params: Params
-    ) -> tuple[Site, Origin | None, tuple[Any, ...], dict[str, OutSharding], Restore | None]:
-        """Returns the contraction that a primitive computes, as a call of its op: the kernel on the right.
-
-        The ``name`` of the site is the part of the op's name that comes from the kernel. The origin of the
-        kernel is None for two activations or two parameters. The arguments and the keywords are those of
-        ``Op.plain``.
-        """
-        lhs, rhs, *more = operands
-        arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
-        left, kernel = self.origin_of(lhs), self.origin_of(rhs)
-        restore: Restore | None = None
-        if left is not None and kernel is None and op_type.swapped is not None:
-            arguments, restore = op_type.swapped(lhs, rhs, *arguments)
-            lhs, rhs, left, kernel = rhs, lhs, None, left
-        frame, impossible = self.frames[-1], op_type.unsupported(params)
-        is_swapped, sharding = restore is not None, params.get("out_sharding")
-        if is_swapped and sharding is not None:
-            impossible = "its kernel is on the left, and the model gives the sharding of its result"
-        if kernel is not None and left is None:
-            name = kernel.name(frame.path, arguments[0][0][1] if op_type.primitive == "dot_general" else ())
-        else:
-            kind = "product" if kernel is None else "parameters"
-            impossible = impossible or (None if kernel is None else "a product of two parameters")
-            product, kernel = f"{frame.method or ''}_{kind}".lstrip("_"), None
-            name = f"{product}_{frame.counts[product]}"
-            frame.counts[product] += 1
-        site = Site(
-            path=frame.path,
-            module=frame.module,
-            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
-            op=op_type,
-            shapes=(lhs.shape, rhs.shape),
-            dtypes=(lhs.dtype, rhs.dtype),
-            sizes=op_type.sizes(lhs.shape, rhs.shape, *arguments),
-            is_matmul=op_type.is_matmul(lhs, rhs, *arguments),
-            impossible=impossible,
-            name=name,
-            product=self.origins.note(lhs, rhs) if kernel is None else "",
-            is_swapped=is_swapped,
-            in_custom_vjp=any(self.custom_vjps),
-        )
-        keywords = {}
-        if sharding is not None and op_type is DotGeneral:
-            keywords["out_sharding"] = sharding
-        elif sharding is not None:
-            restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731
-        return site, kernel, (lhs, rhs, *arguments), keywords, restore
+        return self.compute(front, primitive, operands, params)
 
     def compute(
         self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
     ) -> Results:
-        """Computes a primitive that is not a contraction in FP8.
-
-        A cast or a movement of a kernel that a frozen model stores moves its codes.
-        """
-        kernel = operands[0] if operands else None
-        if primitive.name == READ:
-            return StandIn(front, kernel, **params)
-        if not isinstance(kernel, StandIn) or primitive.name not in MOVEMENTS:
-            return front.compute(primitive, operands, params)
-        if primitive.name == CAST:
-            return StandIn(front, kernel.codes, params["new_dtype"], kernel.source)
-        moved: Any = front.compute(primitive, [kernel.codes], params)
-        if primitive.multiple_results:
-            return [StandIn(front, codes, kernel.dtype, kernel.source) for codes in moved]
-        return StandIn(front, moved, kernel.dtype, kernel.source)
+        """Computes a primitive without FP8, and records the origins of its results."""
+        if primitive.name == READ:  # only the call of a frozen model can read a kernel that is stored
+            raise refuse(params["source"])
+        with having(self, is_passing=True):
+            results: Any = front.compute(primitive, operands, params)
+        all_results = results if primitive.multiple_results else [results]
+        self.origins.follow(operands, all_results, primitive, params)
+        return results
 
     def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
         """Computes a function that has no program to look into; the trace in front calls this method."""
@@ -231,8 +149,90 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
+    def _contraction(
+        self, op_type: type[Op], operands: Operands, params: Params
+    ) -> tuple[Site, Origin | None, RunOp]:
+        """Returns the contraction that a primitive computes, with the kernel on the right.
+
+        The ``name`` of the site is the part of the op's name that comes from the kernel. The origin of the
+        kernel is None for two activations or two parameters. An op takes the arguments of ``Op.plain``.
+        """
+        lhs, rhs, *more = operands
+        arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
+        left, kernel, impossible = self.origin_of(lhs), self.origin_of(rhs), op_type.unsupported(params)
+        restore: Callable[[jax.Array], jax.Array] = lambda out: out  # noqa: E731
+        swap = op_type.swapped if left is not None and kernel is None else None
+        if swap is not None:  # the kernel is on the left, as in w @ x
+            arguments, restore = swap(lhs, rhs, *arguments)
+            lhs, rhs, left, kernel = rhs, lhs, None, left
+
+        keywords, sharding = {}, params.get("out_sharding")
+        if sharding is not None and op_type is not DotGeneral:
+            restore = lambda out: jax.sharding.reshard(out, sharding)  # noqa: E731
+        elif sharding is not None:
+            keywords["out_sharding"] = sharding
+            if swap is not None:
+                impossible = "its kernel is on the left, and the model gives the sharding of its result"
+
+        frame = self.frames[-1]
+        if kernel is not None and left is None:
+            name = kernel.name(frame.path, arguments[0][0][1] if op_type.primitive == "dot_general" else ())
+        elif kernel is not None:
+            kernel, name = None, self._numbered(frame, "parameters")
+            impossible = impossible or "a product of two parameters"
+        else:
+            name = self._numbered(frame, "product")
+        site = Site(
+            path=frame.path,
+            module=frame.module,
+            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
+            op=op_type,
+            shapes=(lhs.shape, rhs.shape),
+            dtypes=(lhs.dtype, rhs.dtype),
+            sizes=op_type.sizes(lhs.shape, rhs.shape, *arguments),
+            is_matmul=op_type.is_matmul(lhs, rhs, *arguments),
+            impossible=impossible,
+            name=name,
+            product=self.origins.note(lhs, rhs) if kernel is None else "",
+            is_swapped=swap is not None,
+            in_custom_vjp=any(self.custom_vjps),
+        )
+
+        def run_op(op: Callable[..., jax.Array]) -> jax.Array:
+            with jax.named_scope(BY_OP):
+                out = op(lhs, rhs, *arguments, **keywords)
+            return restore(out)
+
+        return site, kernel, run_op
+
+    def _numbered(self, frame: Frame, kind: str) -> str:
+        """Returns the name of a contraction without a kernel, such as ``decode_product_0``."""
+        name = f"{frame.method or ''}_{kind}".lstrip("_")
+        frame.counts[name] += 1
+        return f"{name}_{frame.counts[name] - 1}"
+
+    def _should_open(self, name: str, operands: Operands, params: Params) -> bool:
+        """Returns whether to look into a function: for a contraction, or to follow a parameter through it.
+
+        Many functions of ``jax.numpy`` are jitted, such as ``jnp.matmul`` and ``jnp.squeeze``.
+        """
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
+            return False  # they would be lost
+        inside = [*equations(params["jaxpr"])]
+        # The modules in a function of nn.jit or nnx.jit were already watched when it was traced.
+        is_handled = [HANDLED.search(equation.scopes) is not None for equation in inside]
+        for equation, handled in zip(inside, is_handled):
+            if op_type_of(equation.eqn.primitive) and not handled and {*equation.inside} <= {*self.opens}:
+                return True
+        has_params = any(self.origins.of(x) is not None for x in operands)
+        return name == "jit" and has_params and not any(is_handled)
+
     def _rematerialized(self, front: FrontTrace, operands: Operands, params: Params) -> Operands:
-        """Computes what ``jax.checkpoint`` has traced under ``jax.checkpoint`` again, and looks into it."""
+        """Looks into what ``jax.checkpoint`` has traced, and computes it under ``jax.checkpoint`` again.
+
+        ``front.open`` alone would keep all residuals.
+        """
 
         def compute(*inputs: jax.Array) -> Operands:
             self.origins.pass_on(operands, inputs)
@@ -248,17 +248,3 @@ class Interception:
         given = dict(zip(jaxpr.invars, operands))
         self.origins.pass_on([given.get(var) for var in jaxpr.outvars], results)
         return results
-
-    def _should_open(self, name: str, operands: Operands, params: Params) -> bool:
-        """Returns whether to trace into a function, such as the jitted functions of ``jax.numpy``."""
-        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
-            return False
-        inside = [*equations(params["jaxpr"])]
-        # The modules in a function of nn.jit or nnx.jit were already watched when it was traced.
-        is_handled = [HANDLED.search(equation.scopes) is not None for equation in inside]
-        for equation, handled in zip(inside, is_handled):
-            if op_type_of(equation.eqn.primitive) and not handled and {*equation.inside} <= {*self.opens}:
-                return True
-        has_params = any(self.origins.of(x) is not None for x in operands)
-        return name == "jit" and has_params and not any(is_handled)

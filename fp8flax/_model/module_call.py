@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_internals import change_class, having
-from fp8flax._compat.traces import current_handler, trace_behind, unwatched
+from fp8flax._compat.traces import current_handler, running_in, trace_behind, unwatched
 from fp8flax._core.autocast import is_off
 from fp8flax._core.names import NOT_CONVERTED, SWITCHED_OFF
 from fp8flax._core.ops.dot_general import DotGeneral
@@ -112,8 +112,8 @@ class ModuleCall(Interception):
         return functools.partial(self._drawing_keys, op) if hasattr(op, "rngs") else op._run
 
     def _drawing_keys(self, op: Fp8Op, *arguments: Any, **keywords: Any) -> jax.Array:
-        """Computes an op that draws random keys in the trace of the call: NNX refuses in others."""
-        with having(op, _trace=self._trace):
+        """Computes an op, perhaps in ``jax.checkpoint``, where NNX refuses to draw random keys."""
+        with having(op, _key=running_in(self._trace)(lambda: op.rngs())):
             return op._run(*arguments, **keywords)
 
 

@@ -34,13 +34,12 @@ from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.eval_init import program_of
-from fp8flax._model.interception import GIVEN, given_site, in_module, scope_in
 from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import ModelReport, report_of
+from fp8flax._model.report import GIVEN, ModelReport, given_site, in_module, report_of, scope_in
 from fp8flax._model.rules import DEFAULT, Rules, Site
-from fp8flax._nnx import ops
-from fp8flax._nnx.ops import Fp8Op, beside_others, has_others, plain_of
+from fp8flax._nnx import ops, qwix
+from fp8flax._nnx.ops import Fp8Op
 
 Inputs: TypeAlias = Sequence[PyTree]
 KeywordInputs: TypeAlias = Mapping[str, PyTree]
@@ -130,10 +129,10 @@ class DryRun:
         """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
-        self._modules = nodes_of(model, nnx.Module)
+        self.modules = nodes_of(model, nnx.Module)
         copy: Any = nnx.clone(model)
         for path, op in nodes_of(copy, Fp8Op).items():
-            op._on_op = nnx.static(functools.partial(self._run_given, path))
+            op._compute = nnx.static(functools.partial(self._run_given, path))
         for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
             setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
             if hasattr(layer.module, "dot_general_cls"):
@@ -155,35 +154,21 @@ class DryRun:
 
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        scope = self._record(site._replace(in_custom_vjp=any(self.custom_vjps)))
-        if has_others():
+        scope = self.record(site._replace(in_custom_vjp=any(self.custom_vjps)))
+        if qwix.is_running():
             compute = jax.named_scope(scope)(FrontTrace.compute)
-            return beside_others(site.op, compute, *args, **kwargs)
+            return qwix.call_replaced(site.op, compute, *args, **kwargs)
         with jax.named_scope(scope):
-            return plain_of(site.op)(*args, **kwargs)
+            return qwix.function_of(site.op)(*args, **kwargs)
 
-    def _run_given(self, path: Path, op: Fp8Op, *args: PyTree, **kwargs: PyTree) -> jax.Array:
+    def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
-        site = given_site(op, path[:-1], None, *args)._replace(module=self._modules[path])
-        with jax.named_scope(self._record(site)):
+        op: Fp8Op = self.modules[path]
+        site = given_site(op, path[:-1], None, *args)._replace(module=op)
+        with jax.named_scope(self.record(site)):
             return op.op_type.plain(*args, **kwargs)
 
-    def scope_of(self, site: Site, kernel: Origin | None) -> str:
-        """Records a contraction that a module writes out, and returns the scope to compute it in."""
-        path = site.module._fp8_path
-        site = site._replace(path=path, module=self._modules[path], name=attribute_of(site))
-        if kernel is not None:
-            source = kernel.sources[0]
-            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
-            stacked, impossible = _stack_of(whole, source.shape)
-            site = site._replace(
-                kernel="/".join((*path, *source.path)),
-                impossible=site.impossible or impossible,
-                stacked=stacked,
-            )
-        return self._record(site)
-
-    def _record(self, site: Site) -> str:
+    def record(self, site: Site) -> str:
         """Records a contraction, and returns the scope to compute it in."""
         self.sites[site.key] = site
         return scope_in(self.sites, site)
@@ -204,8 +189,19 @@ class CountingCall(ModuleCall):
             yield
 
     def choose(self, site: Site, kernel: Origin | None) -> str:
-        """Returns the scope by which ``report`` finds a contraction."""
-        return self._dry_run.scope_of(site, kernel)
+        """Records a contraction that a module writes out, and returns the scope to compute it in."""
+        path = site.module._fp8_path
+        site = site._replace(path=path, module=self._dry_run.modules[path], name=attribute_of(site))
+        if kernel is not None:
+            source = kernel.sources[0]
+            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
+            stacked, impossible = _stack_of(whole, source.shape)
+            site = site._replace(
+                kernel="/".join((*path, *source.path)),
+                impossible=site.impossible or impossible,
+                stacked=stacked,
+            )
+        return self._dry_run.record(site)
 
 
 def quantize(
@@ -234,7 +230,7 @@ def quantize(
         if site.converts:
             setattr(site.module, site.name, nnx.data(_new_op(site, rngs)))
         elif site.impossible is None:
-            wide = LeftWide(site.place, plain_of(site.op), site.reason)
+            wide = LeftWide(site.place, qwix.function_of(site.op), site.reason)
             setattr(site.module, site.name, nnx.static(wide))
     for path, op in nodes_of(copy, Fp8Op).items():
         op._scope = "/".join(path[:-1] if path[-1] == op.op_type.nnx_field else path)

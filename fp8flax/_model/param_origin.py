@@ -1,9 +1,17 @@
-"""Finds the parameters that a value of a model comes from, and how the model moved and cast them.
+"""Finds the parameter that a value of a model comes from, and how the model cast and moved the parameter.
 
-``ParamOrigins.follow`` is called for each primitive that a call of a model computes. For each value it
-records an ``Origin``: the parameters that the value is made of, the name of the part of a parameter that it
-is, and the casts and movements that made it from a whole parameter. So the kernel of a contraction has a
-name, and its FP8 codes can take the place of the parameter.
+A contraction gets a traced value as its kernel, such as the bfloat16 transpose of one index into a
+parameter. The way from this value to a path in the variables, and in a file, has four steps:
+
+1. When a method begins, the call passes the arrays that the method sees to ``ParamOrigins.add``, with their
+   paths in the variables of the call. Inside of ``nn.scan`` this is the slice of one layer, with the path
+   of the whole stack: ``("layers", "Dense_0", "kernel")``.
+2. ``ParamOrigins.follow`` is called for each primitive, and records the ``Origin`` of each result. Values
+   are known by their identity, because a tracer has no name.
+3. ``Interception`` asks ``ParamOrigins.of`` for the origin of each operand. ``Origin.name`` names the op
+   after the kernel, so the op has the same state in each trace of the model.
+4. ``freeze`` puts the codes of the kernel at ``Origin.sources[0].path`` in the variables. The name in a
+   file follows from this path: ``layers.Dense_0.weight``.
 """
 
 from __future__ import annotations
@@ -29,8 +37,9 @@ CAST = "convert_element_type"
 CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
+SLICES = ("slice", "split", "unstack")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split", "unstack")
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", *SLICES)
 
 
 class Source(NamedTuple):
@@ -43,34 +52,114 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The parameters and numbers that a value is made of, if it is made of nothing else."""
+    """The parameters and numbers that a value is made of, if it is made of nothing else.
+
+    ``part`` and ``axes`` serve to name the value. ``cut`` and ``steps`` serve to store it in FP8: the value
+    is ``cut`` out of the parameter, and the ``steps`` follow. For a parameter ``w`` of shape (16, 8)::
+
+        value                    part            axes    cut        steps
+        w                                        (0, 1)  None       ()
+        w.T                                      (1, 0)  None       (transpose,)
+        w[1]                     -axis0-1        (1,)    (0, 1, 2)  (squeeze,)
+        w[:, 4:]                 -axis1-4-8      (0, 1)  (1, 4, 8)  ()
+        w[:8:2]                  -axis0-0-8-2    (0, 1)  None       None
+        w.reshape(4, 32)                         None    None       (reshape,)
+        w.reshape(4, 32)[1]      -4x32-axis0-1   (1,)    None       None
+        2 * w, w + v                             (0, 1)  None       None
+        jnp.concatenate([w, v])  None            None    None       None
+    """
 
     sources: tuple[Source, ...] = ()
     """The parameters; none if the value comes from numbers in the source of the model."""
     part: str | None = None
     """The name of the part of one parameter; None if the value is joined of several.
 
-    It is empty for a whole parameter, ``-axis0-1`` for ``w[1]``, ``-axis1-64-128`` for ``w[:, 64:128]`` and
-    ``-axis0-0-8-2`` for ``w[:8:2]``.
-    After a reshape, the name of a slice begins with the shape that is sliced: ``-4x8-axis0-1`` for
-    ``w.reshape(4, 8)[1]``. A result of arithmetic has the name of its first operand of the same shape."""
+    After a reshape, it begins with the shape that is sliced. A result of arithmetic has the name of its
+    first operand of the same shape."""
     axes: tuple[int, ...] | None = None
     """For each dimension of the value, that of the parameter; None after a reshape."""
     steps: tuple[tuple[Primitive, Params], ...] | None = None
-    """The primitives, each with its parameters, that made the value from each element of one parameter.
+    """The primitives, each with its parameters, that make the value from the cut.
 
-    If there is a ``cut``, they made it from each element of the cut. None if arithmetic made the value, or
-    it does not hold each of these elements once."""
+    None if arithmetic made the value, or it does not hold each element of the cut once. Then no codes in
+    the place of the parameter can become the value, and the parameter stays wide."""
     cut: tuple[int, int, int] | None = None
-    """The axis of the parameter, the start and the end, if the value is made of a slice along one axis."""
+    """The axis of the parameter, the start and the end; None for the whole parameter."""
 
     def __hash__(self) -> int:
         return hash((self.sources, self.part, self.axes))  # the steps hold dicts
+
+    def name(self, module: Path, summed: Sequence[int]) -> str:
+        """Returns the name of the value in a module at this path; the state of the op is named with it.
+
+        It is ``w`` for ``x @ w`` and ``w-axis0-1-T`` for ``x @ w[1].T``. ``summed`` are the dimensions of
+        the value that the contraction sums over; ``-T`` says that the last dimension of the parameter is
+        one of them. The name does not depend on what else a method computes. A kernel that is used twice in
+        the same way has one state.
+        """
+        own = len(module)
+        paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
+        different = dict.fromkeys(name_of(path) + x.part for path, x in zip(paths, self.sources))
+        axes, last = self.axes or (), len(self.sources[0].shape) - 1
+        is_transposed = len(axes) > 1 and any(axes[i] == last for i in summed)
+        return "-".join(different) + (self.part or "") + "-T" * is_transposed
 
     @property
     def note(self) -> str:
         """What a value is that is computed from this one in another way; empty for numbers."""
         return f"a kernel that is computed from {'/'.join(self.sources[0].path)}" if self.sources else ""
+
+    def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
+        """Returns the origin of the result with this index of a movement of the value, of this shape."""
+        if self.part is None:
+            return self
+        if primitive.name in SLICES:
+            return self._sliced(primitive, params, index, shape)
+        name, part, axes, steps = primitive.name, self.part, self.axes, self.steps
+        if steps is not None:
+            # A broadcast may only add dimensions of size 1, as in w[None].
+            is_once = name in BIJECTIONS or math.prod(params["shape"]) == math.prod(shape)
+            steps = (*steps, (primitive, params)) if is_once else None
+        if name == "transpose":
+            axes = axes and tuple(axes[i] for i in params["permutation"])
+        elif name == "squeeze":
+            axes = axes and tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
+        elif name in ("broadcast_in_dim", "reshape"):
+            part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
+            axes = None
+        return self._replace(part=part, axes=axes, steps=steps)
+
+    def _sliced(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
+        """Returns the origin of a slice of the value; the arguments are those of ``moved``."""
+        name, part, axes, steps, cut = primitive.name, self.part or "", self.axes, self.steps, self.cut
+        if name == "slice":
+            strides = params["strides"] or (1,) * len(shape)
+            taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
+        else:
+            sizes = params["sizes"] if name == "split" else (1,) * (index + 1)
+            taken = [(0, size, 1) for size in shape]
+            taken[params["axis"]] = sum(sizes[:index]), sum(sizes[: index + 1]), 1
+        cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
+        if cuts and steps is not None:
+            # The same slice before the steps gives the same value, so it becomes the cut. (A reversal would
+            # exchange its ends, and a sharding may not fit it.)
+            (i, start, end, stride), *more = cuts
+            is_reversed = any(step.name == "rev" for step, _ in steps)
+            if axes is None or more or cut or stride != 1 or is_reversed:
+                steps = None
+            else:
+                cut = axes[i], start, end
+                steps = tuple(step for step in steps if step[0].name != "sharding_constraint")
+        for i, start, end, stride in cuts:
+            if axes is None:
+                part += "-" + "x".join(map(str, shape))
+                axes = tuple(range(len(shape)))
+            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
+            part += "" if stride == 1 or end == start + 1 else f"-{stride}"
+        if name == "unstack":  # the result lacks the dimension
+            steps = None if steps is None else (*steps, (primitive, params))
+            axes = axes and tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
+        return Origin(self.sources, part, axes, steps, cut)
 
     @property
     def is_one_parameter(self) -> bool:
@@ -83,95 +172,38 @@ class Origin(NamedTuple):
         axis, start, end = self.cut
         return (axis, end) == (0, start + 1) and moves in (["squeeze"], ["unstack"])
 
-    def cut_of(self, array: jax.Array) -> jax.Array:
-        """Returns what the value is made of, the cut or all of an array in the place of the parameter."""
+    def cut_of(self, parameter: jax.Array) -> jax.Array:
+        """Returns the cut of a parameter."""
         if self.cut is None:
-            return array
+            return parameter
         axis, start, end = self.cut
-        return jax.lax.slice_in_dim(array, start, end, axis=axis)
+        return jax.lax.slice_in_dim(parameter, start, end, axis=axis)
 
-    def rebuild(self, array: jax.Array, casts: bool = True) -> jax.Array:
-        """Makes the value from an array in the place of what it is made of, perhaps without casts."""
+    def after_steps(self, cut: jax.Array, casts: bool = True) -> jax.Array:
+        """Returns the value that the steps make from the cut, perhaps without casts."""
         for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
-                array = primitive.bind(array, **params)
-                array = array[0] if primitive.multiple_results else array
-        return array
+                cut = primitive.bind(cut, **params)
+                cut = cut[0] if primitive.multiple_results else cut
+        return cut
 
-    def into_parameter(self, values: jax.Array) -> jax.Array:
-        """Moves codes from the places of the value to the places of what it is made of.
+    def into_cut(self, codes: jax.Array) -> jax.Array:
+        """Moves codes from the places of the value to the places of the cut, which they fill.
 
-        This is the inverse of ``rebuild``. ``jax.linear_transpose`` needs a wide dtype, and bfloat16 holds
-        every code exactly.
+        ``jax.linear_transpose`` of the steps does so. It needs a wide dtype, and bfloat16 holds every code
+        exactly.
         """
         like = jax.eval_shape(self.cut_of, jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16))
-        back = jax.linear_transpose(partial(self.rebuild, casts=False), like)
-        (result,) = back(values.astype(jnp.bfloat16))
-        return result.astype(values.dtype)
-
-    def name(self, module: Path, summed: Sequence[int]) -> str:
-        """Returns the name of the value in a module at this path; the state of the op is named with it.
-
-        It does not depend on what else a method computes. A kernel that is used twice in the same way has
-        one state. The name ends with ``-T`` if the contraction sums over the last dimension of the
-        parameter, as in ``x @ w.T``; ``summed`` are the dimensions of the value that it sums over.
-        """
-        own = len(module)
-        paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
-        different = dict.fromkeys(name_of(path) + x.part for path, x in zip(paths, self.sources))
-        axes, last = self.axes or (), len(self.sources[0].shape) - 1
-        is_transposed = len(axes) > 1 and any(axes[i] == last for i in summed)
-        return "-".join(different) + (self.part or "") + "-T" * is_transposed
-
-    def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
-        """Returns the origin of the result with this index of a movement of the value, of this shape."""
-        name, part, axes, steps, cut = primitive.name, self.part, self.axes, self.steps, self.cut
-        is_bijection = name in BIJECTIONS or name == "unstack"  # of the slice of its result
-        if name == "broadcast_in_dim":
-            is_bijection = math.prod(params["shape"]) == math.prod(shape)  # such as w[None]
-        if steps is not None and name not in ("slice", "split"):
-            steps = (*steps, (primitive, params)) if is_bijection else None
-        if part is None:
-            return self._replace(steps=steps)
-        taken = [(0, size, 1) for size in shape]  # the range of each dimension that is in the result
-        if name == "split":
-            start = sum(params["sizes"][:index])
-            taken[params["axis"]] = start, start + params["sizes"][index], 1
-        elif name == "unstack":
-            taken[params["axis"]] = index, index + 1, 1
-        elif name == "slice":
-            strides = params["strides"] or (1,) * len(shape)
-            taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
-        elif name == "transpose":
-            axes = axes and tuple(axes[i] for i in params["permutation"])
-        elif name == "squeeze":
-            axes = axes and tuple(axis for i, axis in enumerate(axes) if i not in params["dimensions"])
-        elif name in ("broadcast_in_dim", "reshape"):
-            part += "-T" * (axes is not None and axes != tuple(sorted(axes)))
-            axes = None
-        cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
-        if cuts and steps is not None:
-            (i, start, end, stride), *more = cuts
-            # The other steps are the same for the slice of the parameter.
-            commutes = not any(step.name == "rev" for step, _ in steps)
-            if axes is None or more or cut or stride != 1 or not commutes:
-                steps = None
-            else:
-                cut = axes[i], start, end
-                steps = tuple(step for step in steps if step[0].name != "sharding_constraint")
-        for i, start, end, stride in cuts:
-            if axes is None:
-                part += "-" + "x".join(map(str, shape))
-                axes = tuple(range(len(shape)))
-            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-            part += "" if stride == 1 or end == start + 1 else f"-{stride}"
-        if name == "unstack" and axes is not None:
-            axes = tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
-        return Origin(self.sources, part, axes, steps, cut)
+        back = jax.linear_transpose(partial(self.after_steps, casts=False), like)
+        (result,) = back(codes.astype(jnp.bfloat16))
+        return result.astype(codes.dtype)
 
 
 def hold_each_once(origins: Sequence[Origin]) -> bool:
-    """Returns whether the values of a parameter, in the order of their cuts, hold each element once."""
+    """Returns whether the values of a parameter, in the order of their cuts, hold each element once.
+
+    ``w[:4]`` and ``w[4:]`` do; ``w[:4]`` and ``w[2:]`` do not.
+    """
     if any(origin.steps is None for origin in origins):
         return False
     shape = origins[0].sources[0].shape
@@ -189,12 +221,27 @@ def name_of(path: Path) -> str:
     return f"~{text}" if re.match(r"(T|axis\d+|\d+(x\d+)*|(\w+_)?product_\d+)(-|$)", text) else text
 
 
+def kernel_named(name: str) -> tuple[Path, int | None]:
+    """Returns the path of a parameter and the index into it, from what ``Origin.name`` has returned.
+
+    ``mlp-w`` is the parameter ``mlp/w``, and ``w-axis0-3-T`` is a transpose of ``w[3]``. The index is None
+    for a whole parameter. No other kernel becomes a weight in a file.
+    """
+    keys, index = re.findall(r"(?:~.|[^~-])+", name), None
+    while keys[-1] == "T":
+        keys.pop()
+    if keys[-2:-1] == ["axis0"] and keys[-1].isdecimal():
+        index = int(keys[-1])
+        keys = keys[:-2]
+    return tuple(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys), index
+
+
 NUMBER = Origin(part="")
 """The origin of a number in the source of the model, and of what is computed from numbers."""
 
 
 class NoKernel(NamedTuple):
-    """What is known of a value that cannot be a kernel."""
+    """What is known of a value that cannot be a kernel, such as ``x @ w``: ``NoKernel("", True)``."""
 
     note: str
     """What the value is, for reasons in reports; empty if an input of the model is in it."""
@@ -206,7 +253,17 @@ CONSTANT = NoKernel("a constant")
 """An array in the source of the model."""
 
 Known: TypeAlias = Origin | NoKernel | None
-"""What is known of a value; None if an input of the model may be in it, and no parameter is."""
+"""What is known of a value; None if an input of the model may be in it, and no parameter is.
+
+For a parameter ``w``, an input ``x``, and a NumPy array ``mask`` in the source of the model::
+
+    w[1], 2 * w           an Origin, with the source w
+    2, 2 * 3.0            NUMBER
+    mask                  CONSTANT
+    w + mask              NoKernel("a kernel that is computed from w", True)
+    x @ w                 NoKernel("", True)
+    x, x + mask           None
+"""
 
 
 class ParamOrigins:

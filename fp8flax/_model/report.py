@@ -6,20 +6,28 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import jax
 
 from fp8flax._compat.jaxprs import Program, equations
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.formats import E2M1
 from fp8flax._core.gemm.gemm import GemmSizes
-from fp8flax._core.names import MODULE
+from fp8flax._core.names import COUNTED, MODULE
+from fp8flax._core.ops.op import OpBase
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._core.tables import table_lines
+from fp8flax._core.types import Path
 from fp8flax._linen.ops import op_type_of
-from fp8flax._model.interception import HANDLED, scope_in
+from fp8flax._model.interception import HANDLED
 from fp8flax._model.rules import Site
 
 NOT_RUN = "its op did not run in this call"
 """The reason in reports for an FP8 op of a model that the call does not reach, or computes without."""
+
+GIVEN = "an op of its own"
+"""The reason in reports for an op that the user gave to a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +104,25 @@ class ModelReport:
             f"({100 * self.fp8_share:.1f} % of their FLOPs).",
         ]
         return "\n".join(lines)
+
+
+def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
+    """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
+    return f"{COUNTED}{[*sites].index(site.key)}"
+
+
+def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
+    """Returns the contraction of an op that the user gave to the module at this path."""
+    lhs, rhs, *arguments = operands
+    shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
+    sizes = op_type.sizes(*shapes, *arguments)
+    site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
+    return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
+
+
+def in_module(path: Path) -> AbstractContextManager[None]:
+    """Returns a scope by which ``report`` finds the module of a contraction."""
+    return jax.named_scope(f"{MODULE}({'/'.join(path)})")
 
 
 def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:

@@ -1,28 +1,34 @@
-"""The NNX ops: modules that layers take in the place of ``lax.dot_general``, and the state of models."""
+"""The NNX ops, and the scaling state of a whole NNX model.
+
+An op is a module in a field of a layer, and its variables are its scaling state::
+
+    layer = nnx.Linear(4, 8, dot_general=Fp8DotGeneralOp(), rngs=rngs)
+    layer.dot_general.kernel_scale    # an OverwriteWithGradient of shape (1,)
+
+``OpBase`` computes the op. ``Fp8Op`` gives it the state, a random key, and a path for errors and audits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results
-from fp8flax._compat.traces import FrontTrace, Trace, running_in, trace_behind, unwatched
+from fp8flax._compat.traces import unwatched
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, RNG
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.einsum import Einsum
-from fp8flax._core.ops.op import Form, MissingStateError, Op, OpBase, StateLeaf
+from fp8flax._core.ops.op import Form, MissingStateError, OpBase, StateLeaf
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.options import check_int, wrong_model
 from fp8flax._core.recipes import Recipe
+from fp8flax._nnx.qwix import with_adapters
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
@@ -45,52 +51,22 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     """
 
 
-# The name that Flax's bridge would give the type. MaxText looks for it.
+# ``flax.nnx.bridge`` has one type of variable for each collection of Linen, known by the collection's name.
+# The bridge makes the type of this collection if it meets the state of a Linen op before this import.
 OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
-# Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
 try:
     OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
 except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
-_searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_searched", default=())
-"""The models in which errors look for the path of an op that does not know its path."""
-
-
-@contextlib.contextmanager
-def errors_search(nodes: Any) -> Iterator[None]:
-    """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
-    token = _searched.set(nodes)
-    try:
-        yield
-    finally:
-        _searched.reset(token)
-
-
-class _StateName(NamedTuple):
-    """The name of an array of an op's state, which is made when an error shows it."""
-
-    op: Fp8Op
-    leaf: str
-
-    def __str__(self) -> str:
-        paths = (path[1:] for path, x in nnx.iter_graph(_searched.get()) if x is self.op)
-        path = self.op._scope or "/".join(map(str, next(paths, ())))
-        return f"{path}/{self.leaf}" if path else f"{type(self.op).__name__}.{self.leaf}"
-
-
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    _on_op: Callable[..., jax.Array] | None = None
-    """A function that computes the op in a dry run, ``_on_op(op, lhs, rhs, *arguments)``."""
-    _trace: Trace | None = None
-    """The trace in which a ``ModuleCall`` draws random keys: NNX refuses to do so in ``jax.checkpoint``."""
     _experts: tuple[int, ...] = ()
     """The number of experts of a ragged op, whose kernels have a state each."""
     qwix_path: tuple[str, ...] = ()
-    """A path for Qwix, which takes the innermost module whose method runs for a layer."""
+    """Qwix reads this attribute of the innermost module that runs, which is the op while it multiplies."""
 
     def __init__(
         self, *, recipe: Recipe | None = None, form: Form = "direct", rngs: nnx.Rngs | None = None
@@ -98,7 +74,9 @@ class Fp8Op(OpBase, nnx.Module):
         self.recipe, self.form = recipe, form
         self._check_options()
         self._scope = ""
-        """The path of the op in a model, for audits. NNX itself puts no names into programs."""
+        """The path of the op in the model that ``quantize_model`` returned, for the scope that audits read.
+
+        NNX itself puts no paths into programs. Empty in an op that the user gave to a layer."""
         self._reason = ""
         """The reason why ``quantize_model`` gave the op to its layer, or left it there, for ``report``."""
         self._make_state((), rngs)
@@ -120,11 +98,24 @@ class Fp8Op(OpBase, nnx.Module):
     def _compute(
         self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
     ) -> jax.Array:
-        if self._on_op is not None:
-            return self._on_op(self, lhs, rhs, *arguments, **keywords)
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
             return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
+
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
+        variable, where = getattr(self, leaf.name, None), _NameInErrors(self, leaf.name)
+        if not isinstance(variable, nnx.Variable):
+            raise MissingStateError(
+                f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
+                "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
+                "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
+                f"{type(self).__name__}(recipe=…)."
+            )
+        return variable.get_value(), where
+
+    def _key(self) -> jax.Array | None:
+        stream = getattr(self, "rngs", None)
+        return None if stream is None else stream()
 
     def _place(self) -> tuple[str, ...]:
         if not (self._scope or self._reason):
@@ -135,85 +126,38 @@ class Fp8Op(OpBase, nnx.Module):
             )
         return tuple(self._scope.split("/")) if self._scope else (type(self).__name__,)
 
-    def _key(self) -> jax.Array | None:
-        stream = getattr(self, "rngs", None)
-        with running_in(self._trace or trace_behind()):
-            return None if stream is None else stream()
 
-    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
-        variable, where = getattr(self, leaf.name, None), _StateName(self, leaf.name)
-        if not isinstance(variable, nnx.Variable):
-            raise MissingStateError(
-                f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
-                "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
-                "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
-                f"{type(self).__name__}(recipe=…)."
-            )
-        return variable.get_value(), where
+class _NameInErrors(NamedTuple):
+    """The name of an array of an op's state, such as ``layers/0/dot_general/kernel_scale``.
 
-
-_CODE = lax.dot_general.__code__
-"""JAX's own code. Qwix replaces it while a model runs, to add LoRA to what layers multiply."""
-
-
-def plain_of(op_type: type[Op]) -> Callable[..., jax.Array]:
-    """Returns the function of JAX that an op stands for, for the field of a layer."""
-    return jnp.einsum if op_type is Einsum else op_type.plain
-
-
-class _InPlace:
-    """The handler of a ``FrontTrace`` in which the primitive of some operands is computed in another way.
-
-    ``jnp.einsum`` is a jitted function, whose primitive has several results.
+    An op that the user made does not know its path. The search for the path goes through a whole model, so
+    it runs only if an error prints the name.
     """
 
-    def __init__(self, op_type: type[Op], operands: Sequence[Any], compute: Callable[..., Results]) -> None:
-        self.primitive = "jit" if op_type is Einsum else op_type.primitive
-        self.operands, self.compute = {id(x) for x in operands}, compute
+    op: Fp8Op
+    leaf: str
 
-    def on_primitive(
-        self, front: FrontTrace, primitive: Primitive, operands: Operands, params: Params
-    ) -> Results:
-        is_ours = primitive.name == self.primitive and self.operands <= {id(x) for x in operands}
-        return (self.compute if is_ours else FrontTrace.compute)(front, primitive, operands, params)
-
-    def on_function(self, is_custom_vjp: bool, operands: Operands, compute: Compute) -> Operands:
-        return compute()
+    def __str__(self) -> str:
+        paths = (path[1:] for path, x in nnx.iter_graph(_searched.get()) if x is self.op)
+        path = self.op._scope or "/".join(map(str, next(paths, ())))
+        return f"{path}/{self.leaf}" if path else f"{type(self.op).__name__}.{self.leaf}"
 
 
-def has_others() -> bool:
-    """Returns whether code has replaced a function of JAX, to add products to those of layers."""
-    return lax.dot_general.__code__ is not _CODE
+_searched: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8flax_nnx_searched", default=())
+"""The models in which errors look for the path of an op, see ``errors_search``."""
 
 
-def beside_others(
-    op_type: type[Op], compute: Callable[..., Results], *args: Any, **kwargs: Any
-) -> jax.Array:
-    """Computes the primitive of a contraction by ``compute``, and adds what other code adds."""
-    first = int(op_type is Einsum)  # an equation comes before the operands
-    args = *args[:first], *map(jnp.asarray, args[first : first + 2]), *args[first + 2 :]
-    with running_in(FrontTrace(_InPlace(op_type, args[first : first + 2], compute))):
-        return plain_of(op_type)(*args, **kwargs)
+@contextlib.contextmanager
+def errors_search(nodes: Any) -> Iterator[None]:
+    """A context in which errors about the state of an op name its path in ``nodes``, models by position."""
+    token = _searched.set(nodes)
+    try:
+        yield
+    finally:
+        _searched.reset(token)
 
 
-def _beside_others(call: Any) -> Any:
-    """Returns the ``__call__`` of an op, which lets code that has replaced a function of JAX take part.
-
-    Qwix takes the innermost ``self`` that is a module for the layer, so the op has another name here.
-    """
-
-    @functools.wraps(call)
-    def run(op: Fp8Op, *args: Any, **kwargs: Any) -> jax.Array:
-        def compute(front: FrontTrace, primitive: Primitive, *_: Any) -> Results:
-            with running_in(front.behind):
-                out = call(op, *args, **kwargs)
-            return [out] if primitive.multiple_results else out
-
-        if has_others():
-            return beside_others(op.op_type, compute, *args, **kwargs)
-        return call(op, *args, **kwargs)
-
-    return run
+# The ops.
 
 
 class Fp8DotGeneralOp(Fp8Op):
@@ -242,7 +186,7 @@ class Fp8DotGeneralOp(Fp8Op):
     """
 
     op_type = DotGeneral
-    __call__ = _beside_others(DotGeneral.__call__)
+    __call__ = with_adapters(DotGeneral.__call__)
 
 
 class Fp8Einsum(Fp8Op):
@@ -256,7 +200,7 @@ class Fp8Einsum(Fp8Op):
     """
 
     op_type = Einsum
-    __call__ = _beside_others(Einsum.__call__)
+    __call__ = with_adapters(Einsum.__call__)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -272,7 +216,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     """
 
     op_type = Conv
-    __call__ = _beside_others(Conv.__call__)
+    __call__ = with_adapters(Conv.__call__)
 
 
 class Fp8RaggedDotOp(Fp8Op):

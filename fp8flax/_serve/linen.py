@@ -1,12 +1,4 @@
-"""Freezes Linen models, and runs and describes frozen ones.
-
-The codes of a kernel are where the kernel was. The source of the model declares a float32 kernel, and
-casts, reshapes or transposes it before the matmul. So a method that reads a stored kernel gets a
-``StandIn`` in front of the codes: it has the kernel's shape and dtype, and no values. The codes move as the
-model moves the stand-in, and the op takes them from it. All other code that needs the values raises an
-error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would make all layers of a loop
-wide.)
-"""
+"""Freezes Linen models, and runs and describes frozen ones."""
 
 from __future__ import annotations
 
@@ -29,11 +21,11 @@ from fp8flax._core.options import check_variables
 from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.converted_call import Call, as_own_arrays, as_struct, merged
+from fp8flax._model.converted_call import Call, as_own_arrays, state_in_params
 from fp8flax._model.linen import convert, trace_apply
 from fp8flax._model.rules import Rules
 from fp8flax._serve import stored_op
-from fp8flax._serve.stored_op import Arrays, Calls, ServedOp, leaves_of
+from fp8flax._serve.stored_op import Arrays, Calls, ServedOp, as_struct, leaves_of
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -200,7 +192,7 @@ class ServingCall(stored_op.Reading, Call):
                 scales[path] = jnp.moveaxis(x.reshape(*x.shape[:num], -1, *ones), range(num), op.stack)
         params = _replaced(params, {**stored, **scales})
         of_ops = unflatten_dict(scales if self._by_hand else {**scales, **leaves_of(state)})
-        seen = merged({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
+        seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
     def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:

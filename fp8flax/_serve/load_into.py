@@ -1,4 +1,17 @@
-"""``load_into``: loads the tensors of a checkpoint into the variables of a model, wide or frozen."""
+"""``load_into``: loads the tensors of a checkpoint into the variables of a model, wide or frozen.
+
+The function gets no model. So names and shapes must show which tensor belongs to a variable, and how, as
+for a frozen ``nn.Dense(32)`` on 16 features::
+
+    Dense_0/kernel                           (16, 32)   from   Dense_0.weight         (32, 16)
+    Dense_0/Fp8DotGeneralOp_0/kernel_scale   (1,)       from   Dense_0.weight_scale   (1,)
+
+1. ``_possible_names`` returns the names that the tensor of a variable may have in the file.
+2. ``_groups_of`` finds which dimensions of the variable are ``out`` and ``in`` in the tensor.
+3. ``_scales_beside`` finds the variables with the scales of a frozen kernel, and ``_scales_from`` gives
+   them the scales that came with the tensor.
+4. ``_variable`` makes the new array.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +30,16 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._core.types import Path
+from fp8flax._model.param_origin import kernel_named
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor, paired
 from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of, unmerged
 from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups
 
 Sources = dict[Path, tuple[Any, Groups]]
-"""By the path of each variable, its tensor, and which dimensions of the variable are one in the tensor."""
+"""The tensor of each variable by its path, and which dimensions of the variable are one in the tensor.
+
+There are no groups if the tensor has the order of the variable."""
 
 _SCALES = KERNEL_SCALE, INPUT_SCALE, KERNEL_TENSOR_SCALE
 _BLOCKS = {np.dtype(jnp.float8_e8m0fnu): (1, 32), np.dtype(jnp.float8_e4m3fn): (1, 16)}
@@ -109,22 +125,9 @@ def load_into(variables: Any, checkpoint: Mapping[str, Any], *, rename: Rename |
     return treedef.unflatten(leaves.values())
 
 
-def _variable(tensor: Any, groups: Groups, like: Any) -> jax.Array:
-    """Returns a tensor with the shape, the dtype and the sharding of a variable."""
-    if isinstance(tensor, CheckpointTensor):
-        tensor = tensor.dequantize(like.dtype) if is_wide_float(like.dtype) else tensor.codes
-    # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
-    # use the memory of an array of NumPy, even with ``may_alias=False``.
-    with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
-        array = np.array(unmerged(np.asarray(tensor), groups, like.shape), like.dtype, order="C")
-    # Without a committed variable, this is the default device.
-    sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-    return jax.device_put(array, sharding)
-
-
 def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None) -> Sources:
     """Returns what each variable is made of; one error lists everything that does not match."""
-    names = {path: _names_of(path, len(leaf.shape)) for path, leaf in wanted.items()}
+    names = {path: _possible_names(path, len(leaf.shape)) for path, leaf in wanted.items()}
     new_names = new_names_of({name for own in names.values() for name in own}, rename, wanted)
     sources: Sources = {}
     used_by: dict[str, str] = {}
@@ -157,53 +160,24 @@ def _sources(wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: 
     return sources
 
 
-# The names of variables.
-
-
-def _names_of(path: Path, ndim: int) -> tuple[str, ...]:
+def _possible_names(path: Path, ndim: int) -> tuple[str, ...]:
     """Returns the names that a variable may have in a file."""
     own, weight = names_of(path)
     if path[-1] == INPUT_SCALE:  # of a layer that shares the kernel of another one
-        return own, names_of(_kernel_of(path[:-1]))[1].removesuffix("weight") + INPUT_SCALE
+        return own, names_of(_kernel_of(path[:-1])[0])[1].removesuffix("weight") + INPUT_SCALE
     return (own, weight) if ndim > 1 else (own,)
 
 
-def _kernel_of(op: Path) -> Path:
-    """Returns the path of the kernel that the name of an op contains; otherwise that of a layer's kernel.
+def _kernel_of(op: Path) -> tuple[Path, int | None]:
+    """Returns the path of the kernel of an op, and the index if the kernel is one of a stack.
 
-    This is the inverse of ``param_origin.name_of``. The op of a layer has the name of a class or a field.
+    The name of an op contains the name of its kernel if the model writes the contraction out:
+    ``mlp/Fp8DotGeneralOp_w-axis0-3`` multiplies by ``mlp/w[3]``. Otherwise the op is that of a layer, such
+    as ``mlp/Dense_0/Fp8DotGeneralOp_0`` or ``mlp/linear/dot_general``, whose parameter is ``kernel``.
     """
     own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
-    keys = re.findall(r"(?:~.|[^~-])+", own[1]) if own else ["kernel"]
-    while keys[-1] == "T":  # the kernel is transposed
-        keys.pop()
-    if keys[-2:-1] == ["axis0"]:  # the kernel is one index into the parameter
-        keys = keys[:-2]
-    return (*op[:-1], *(re.sub("~(.)", lambda x: "/" if x[1] == "." else x[1], key) for key in keys))
-
-
-def _index_of(op: Path) -> int | None:
-    """Returns the index of a kernel in its stack, which the name of an op contains."""
-    index = re.search(r"(?<!~)-axis0-(\d+)(-T)*$", op[-1])
-    return index and int(index[1])
-
-
-def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> list[Path]:
-    """Returns the paths of the scales of a frozen kernel.
-
-    They are those of the op that is named after the kernel, or that is beside it. If there is none, layers
-    share the kernel, which has another path than theirs.
-    """
-    ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
-    own = (
-        [op for op in ops if _kernel_of(op) == kernel]
-        or [op for op in ops if op[:-1] == kernel[:-1]]
-        or [op for op in ops if _kernel_of(op) not in leaves]
-    )
-    return [path for path in leaves if path[:-1] in own and path[-1] in _SCALES]
-
-
-# The layouts of kernels and scales.
+    path, index = kernel_named(own[1]) if own else (("kernel",), None)
+    return (*op[:-1], *path), index
 
 
 def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) -> Sources:
@@ -218,46 +192,16 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
             f"it must be {leaf.dtype}, and is {dtype} with{'' if is_quantized else 'out'} scales"
         )
     sources: Sources = {path: (tensor, groups)}
-    if not is_quantized or is_wide:
-        return sources
-    scales = _scales_of(path, leaves)
-    indices = [_index_of(place[:-1]) for place in scales if place[-1] == KERNEL_SCALE]
-    is_stack = {*indices} == {*range(math.prod(tensor.shape[-3:-2]))}  # an op for each of its kernels
-    if not groups or not (len(indices) == 1 or is_stack):
-        raise ValueError(
-            "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
-            "Load the wide model, and freeze it"
-        )
-    for place in scales:
-        like, given, axis = leaves[place], tensor.input_scale, len(tensor.shape) - 3
-        if is_stack:
-            stacked = *like.shape[:axis], len(indices), *like.shape[axis:]
-            like = jax.ShapeDtypeStruct(stacked, like.dtype)
-        if place[-1] == KERNEL_SCALE:
-            given = _kernel_scale(tensor, groups, leaf.shape, like)
-        elif place[-1] == KERNEL_TENSOR_SCALE:
-            given = tensor.tensor_scale
-        if given is not None and given.size > (size := math.prod(like.shape)) and given.size % size == 0:
-            # A file repeats the scale that the kernels of a batched matmul share.
-            repeated = given.reshape(size, -1)
-            given = repeated[:, 0] if (repeated == repeated[:, :1]).all() else None
-        if given is None or given.size != math.prod(like.shape):
-            raise ValueError(
-                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and the scales in the "
-                f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
-                "with the recipe of the checkpoint"
-            )
-        sources[place] = (
-            given.reshape(like.shape).take(_index_of(place[:-1]), axis) if is_stack else given,
-            (),
-        )
+    if is_quantized and not is_wide:
+        sources |= {place: (x, ()) for place, x in _scales_from(tensor, groups, path, leaves).items()}
     return sources
 
 
 def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Groups:
-    """Returns which dimensions of a variable are one in a tensor ``(..., out, in)``, or raises.
+    """Returns which dimensions of a variable are one in a tensor, or raises.
 
-    There are none if the tensor has the order of the variable.
+    A kernel (16, 4, 8) and a weight (32, 16) give ``((1, 2), (0,))``. So do a stack (3, 16, 4, 8) of layers
+    and a weight (3, 32, 16). A tensor in the order of the variable, such as an embedding, gives none.
     """
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
     is_weight = is_weight_name(name)
@@ -286,8 +230,9 @@ def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Gr
 def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
     """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``; none if none can be.
 
-    The kernel has the dimensions of the stack first. A matmul sums over the first of the others, as in the
-    layers of Flax, or else over some in the middle, as in ``td,edf->tef``.
+    The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
+    to each other. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
+    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle.
     """
     num_stacked, found = len(weight) - 2, list[Groups]()
     dims = kernel[num_stacked:]
@@ -300,15 +245,78 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
     return found[0] if is_clear else ()
 
 
+def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:
+    """Returns the paths of the scales of a frozen kernel, each with the index of its kernel in a stack."""
+    ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
+    own = (
+        [op for op in ops if _kernel_of(op)[0] == kernel]
+        or [op for op in ops if op[:-1] == kernel[:-1]]  # a module calls an op of its own with the kernel
+        or [op for op in ops if _kernel_of(op)[0] not in leaves]  # layers share the kernel of another one
+    )
+    return {path: _kernel_of(path[:-1])[1] for path in leaves if path[:-1] in own and path[-1] in _SCALES}
+
+
+def _scales_from(
+    tensor: CheckpointTensor, groups: Groups, kernel: Path, leaves: Mapping[Path, Any]
+) -> dict[Path, np.ndarray]:
+    """Returns the scales of a frozen kernel by the paths of their variables, or raises.
+
+    The kernels ``w[i]`` of a stack ``w`` have one tensor and an op each; the tensor has the scales of all.
+    """
+    places = _scales_beside(kernel, leaves)
+    indices = [index for place, index in places.items() if place[-1] == KERNEL_SCALE]
+    is_stack = {*indices} == {*range(math.prod(tensor.shape[-3:-2]))}
+    if not groups or not (len(indices) == 1 or is_stack):
+        raise ValueError(
+            "its module must have one frozen kernel with one scale, and the tensor must be (..., out, in). "
+            "Load the wide model, and freeze it"
+        )
+    scales = dict[Path, np.ndarray]()
+    for place, index in places.items():
+        like, axis = leaves[place], len(tensor.shape) - 3  # the axis of the stack, after those of layers
+        if is_stack:
+            shape = *like.shape[:axis], len(indices), *like.shape[axis:]
+            like = jax.ShapeDtypeStruct(shape, like.dtype)
+        if (scale := _scale_for(place[-1], like, tensor, groups, leaves[kernel].shape)) is None:
+            raise ValueError(
+                f"{place[-1]} of the frozen model is {like.dtype}{list(like.shape)}, and the scales in the "
+                f"checkpoint are {tensor.scale.dtype} for blocks of {list(tensor.block)}. Freeze the model "
+                "with the recipe of the checkpoint"
+            )
+        scales[place] = scale if index is None or not is_stack else scale.take(index, axis)
+    return scales
+
+
+def _scale_for(
+    name: str, like: Any, tensor: CheckpointTensor, groups: Groups, kernel: tuple[int, ...]
+) -> np.ndarray | None:
+    """Returns the scale of a tensor that a variable of this name has; None if ``like`` cannot hold it."""
+    if name == KERNEL_SCALE:
+        scale = _kernel_scale(tensor, groups, kernel, like)
+    else:
+        scale = tensor.tensor_scale if name == KERNEL_TENSOR_SCALE else tensor.input_scale
+    size = math.prod(like.shape)
+    if scale is not None and scale.size > size and scale.size % size == 0:
+        # A file repeats the scale that the kernels of a batched matmul share.
+        repeated = scale.reshape(size, -1)
+        scale = repeated[:, 0] if (repeated == repeated[:, :1]).all() else None
+    return None if scale is None or scale.size != size else scale.reshape(like.shape)
+
+
 def _kernel_scale(
     weight: CheckpointTensor, groups: Groups, kernel: tuple[int, ...], like: Any
 ) -> np.ndarray | None:
-    """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it."""
+    """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it.
+
+    The shape of ``like``, the variable of the frozen model, shows its kind of scale. For a weight
+    (256, 384) and a kernel (384, 256): (1,) is one scale, (1, 256) one for each output feature, and
+    (1, 2, 3) in float32 one for each 128×128 block. A file with one scale serves all kinds.
+    """
     *stack, out, width = weight.shape
     rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
     per_block = -(-out // rows), -(-width // columns)
     per_feature = (1 if i in groups[1] else n for i, n in enumerate(kernel[len(stack) :]))
-    # The shape of the frozen scale shows how many scales the two dimensions of the weight have.
+    # Each shape, and how many scales the two dimensions of the weight then have.
     shapes = (
         ((*stack[: len(like.shape) - 1], 1), (1, 1)),  # the kernels of a batched matmul may share one scale
         ((*stack, *per_feature), (out, 1)),
@@ -316,7 +324,19 @@ def _kernel_scale(
     )
     counts = {numbers for shape, numbers in shapes if like.shape == shape}
     can_hold = like.dtype in (weight.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
-    # One scale per tensor serves all kinds.
     if not can_hold or len(counts) != 1 or weight.scale.shape[-2:] not in (*counts, (1, 1)):
         return None
     return np.broadcast_to(weight.scale, (*stack, *counts.pop()))
+
+
+def _variable(tensor: Any, groups: Groups, like: Any) -> jax.Array:
+    """Returns a tensor with the shape, the dtype and the sharding of a variable."""
+    if isinstance(tensor, CheckpointTensor):
+        tensor = tensor.dequantize(like.dtype) if is_wide_float(like.dtype) else tensor.codes
+    # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
+    # use the memory of an array of NumPy, even with ``may_alias=False``.
+    with np.errstate(all="ignore"):  # a value may overflow a narrower dtype
+        array = np.array(unmerged(np.asarray(tensor), groups, like.shape), like.dtype, order="C")
+    # Without a committed variable, this is the default device.
+    sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
+    return jax.device_put(array, sharding)

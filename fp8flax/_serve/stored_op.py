@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.stand_in import StandIn
+from fp8flax._compat.flax_internals import having
+from fp8flax._compat.stand_in import READ, StandIn, refuse
 from fp8flax._compat.traces import FrontTrace
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, OVERWRITE_WITH_GRADIENT, state_leaf_names
@@ -31,16 +32,21 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import step_scale
 from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._core.types import Path, PyTree
-from fp8flax._model.converted_call import as_struct
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import MOVEMENTS, Origin, hold_each_once
+from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, hold_each_once
 from fp8flax._train.check import warn_if_damaged
 
 Arrays = dict[Path, jax.Array]
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword inputs of a call of each method to trace, by the method's name."""
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of dimensions of an array, counted without those that stack layers."""
+"""Which dimensions of a variable are one dimension of its tensor in a file.
+
+For a kernel (16, 4, 8) of ``nn.DenseGeneral((4, 8))`` they are ``((1, 2), (0,))``: its weight is (32, 16),
+``(out, in)``. They are counted without the dimensions that stack layers. ``freeze`` knows them from the op
+(``ServedOp.layout``), and ``export.merged`` writes files by them. ``load_into`` has no op, so it finds them
+by the two shapes, and ``export.unmerged`` reads by them. A ``Layout`` of ``_core`` is something else: how
+GEMMs take an operand while they compute. The codes in the variables have the shape of the kernel."""
 
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
@@ -87,7 +93,14 @@ class ServedOp(NamedTuple):
 
 
 class Reading(Interception):
-    """Calls that know which parameters other code than an op reads."""
+    """Calls that know which parameters other code than an op reads, and in which FP8 codes may be kernels.
+
+    The source of the model casts, reshapes or transposes a float32 kernel before the matmul. So a method
+    that reads a stored kernel gets a ``StandIn``, which has the kernel's shape and dtype, and no values.
+    The codes move as the model moves the stand-in, and the op takes them from it. All other code that needs
+    the values raises an error. (An op that cast a wide kernel back to FP8 would be simpler. But XLA would
+    make all layers of a loop wide.)
+    """
 
     def on_read(self, path: Path) -> None:
         """Is called for each parameter that is read, with its path as the frames of the call see it."""
@@ -95,12 +108,34 @@ class Reading(Interception):
 
     def compute(self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: Any) -> Any:
         """Computes a primitive, which reads its operands unless it moves them or holds programs."""
-        holds_programs = any("jaxpr" in name or name == "branches" for name in params)
-        if not (primitive.name in MOVEMENTS or holds_programs):
+        is_movement, stored = primitive.name in MOVEMENTS, operands[0] if operands else None
+        if not (is_movement or any("jaxpr" in name or name == "branches" for name in params)):
             for origin in (self.origins.of(x) or Origin() for x in operands):
                 for source in origin.sources:
                     self.on_read(source.path)
-        return super().compute(front, primitive, operands, params)
+        if primitive.name == READ:
+            moved = [StandIn(front, stored, **params)]
+        elif not (is_movement and isinstance(stored, StandIn)):
+            return super().compute(front, primitive, operands, params)
+        elif primitive.name == CAST:
+            moved = [StandIn(front, stored.codes, params["new_dtype"], stored.source)]
+        else:
+            with having(self, is_passing=True):
+                codes: Any = front.compute(primitive, [stored.codes], params)
+            codes = codes if primitive.multiple_results else [codes]
+            moved = [StandIn(front, x, stored.dtype, stored.source) for x in codes]
+        self.origins.follow(operands, moved, primitive, params)
+        for x in moved:
+            known = self.origins.of(x)
+            if known is None or known.steps is None:  # such as copies
+                raise refuse(x.source)
+            x.cut = known.cut
+        return moved if primitive.multiple_results else moved[0]
+
+
+def as_struct(x: Any) -> Any:
+    """Returns the shape and the dtype of an array; another value unchanged."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 def leaves_of(tree: PyTree) -> dict[Path, Any]:
@@ -312,12 +347,12 @@ def _quantized(
     def of_one(parameter: jax.Array, scales: Sequence[jax.Array | None]) -> Any:
         codes, of_kernels = [], []
         for (origin, plan), scale in zip(kernels, scales):
-            kernel = origin.rebuild(origin.cut_of(parameter)).astype(plan.rhs.dtype)
+            kernel = origin.after_steps(origin.cut_of(parameter)).astype(plan.rhs.dtype)
             packed = packed_kernel(plan, kernel, scale)
             own = {KERNEL_SCALE: packed.scale}
             if packed.tensor_scale is not None:
                 own[KERNEL_TENSOR_SCALE] = packed.tensor_scale
-            codes.append(origin.into_parameter(packed.codes))
+            codes.append(origin.into_cut(packed.codes))
             # A scalar scale is stored in the shape (1,), as the scaling state has it.
             of_kernels.append(jax.tree.map(jnp.atleast_1d, own))
         cut = kernels[0][0].cut
