@@ -102,16 +102,12 @@ def _can_follow(old: ScalingState, new: ScalingState) -> jax.Array:
     moved = jnp.roll(before, -1, -1)
     is_newest = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) == 0
     is_next = is_newest | (after == before) | (after == moved)
-    # One maximum returns the largest amax, or an inf if a past amax is wrong.
-    largest = jnp.where(is_next, before, np.float32(np.inf)).max(-1, keepdims=True)
-    amaxes = lax.concatenate([largest, before[..., :1]], before.ndim - 1)
+    amaxes = jnp.concatenate([before.max(-1, keepdims=True), before[..., :1]], -1)
     old_scale = jnp.where(is_usable(old.scale), old.scale, 1.0)
     fits = (kept.scale == old_scale) | _is_scale_of(kept.scale, amaxes)
     # A number that is not finite says that there was no gradient, no data, or a NaN or an Inf in the data.
     is_negative = [lax.is_finite(x) & (x < 0) for x in (new.scale, new.amax_history[..., :1])]
-    fits &= (largest < np.inf) & ~(is_negative[0] | is_negative[1])
-    # The last operation is a reduction, which XLA for CPUs does not copy into those that read the result.
-    return fits.any(-1, keepdims=True)
+    return fits.any(-1, keepdims=True) & is_next.all(-1, keepdims=True) & ~(is_negative[0] | is_negative[1])
 
 
 def _normal(x: jax.Array) -> jax.Array:
@@ -126,7 +122,7 @@ def _is_scale_of(scale: jax.Array, amax: jax.Array) -> jax.Array:
     two, and times a power of two, the margin. Or it is a power of two itself. A margin that would make it
     infinite makes it the largest number of float32.
     """
-    # ``frexp`` returns mantissas from 0.5 to 1. They may differ by eight units in the last place.
+    # The mantissas are from 0.5 to 1. They may differ by eight units in the last place.
     mantissa = _mantissa(amax / scale)
     follows = [jnp.abs(mantissa - x) <= np.float32(2**-21) for x in np.array([1.75, 1.875], np.float32) / 2]
     is_by_itself = (_mantissa(scale) == 0.5) | (scale == jnp.finfo(jnp.float32).max)
@@ -134,13 +130,8 @@ def _is_scale_of(scale: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def _mantissa(x: jax.Array) -> jax.Array:
-    """Returns the mantissas of normal positive numbers, from 0.5 to 1, and 0 for all others.
-
-    XLA for CPUs copies these operations into each that reads their result, and ``jnp.frexp`` has more.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    mantissa = lax.bitcast_convert_type((bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000), jnp.float32)
-    return jnp.where(is_usable(x), mantissa, 0.0)
+    """Returns the mantissas of normal positive numbers, from 0.5 to 1, and 0 for all others."""
+    return jnp.where(is_usable(x), jnp.frexp(x)[0], 0.0)
 
 
 def check_state(variables: PyTree, before: PyTree = None) -> None:
@@ -255,8 +246,10 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
     """
     scale, history = new
     entries_are_numbers = (lax.is_finite(history) & (history >= 0)).all(-1, keepdims=True)
-    # The scale follows from the past amaxes. The oldest of them has left the history. In a run that is
-    # younger than the history, it was 0, and so is the older half of the others.
+    # The scale follows from the past amaxes. The oldest of them has left the history, so the scale may
+    # follow from an amax that nobody sees any more. But in a run that is younger than the history it was 0,
+    # and so is the older half of the others: four zeros at least, because a tensor of zeros for a step or two
+    # leaves zeros in an older run.
     past = _normal(history[..., 1:])
     half = (past.shape[-1] + 1) // 2
     is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)
