@@ -50,9 +50,16 @@ class LeftWide:
 
 
 class ModuleCall(Interception):
-    """One call of a method of a module, and the calls of methods inside of it that run in the same trace.
+    """One call of a method of a module, and the methods inside of it that run in the same trace of JAX.
 
-    Contractions with an op of the module that computes them are computed by this op.
+    A contraction is computed by the op that its module has for it. If the model and its layer are watched::
+
+        model(x)                       begins a call: no call watches the current trace
+          self.layer(x)                joins this call, with a frame of its own
+          nnx.scan(run)(self.layer, x)
+            layer(x)                   begins a call in the trace of the scan, which has modules of its own
+
+    A call that begins inside of another one hides its contractions from the other one.
     """
 
     opens = ("jit", "remat2")

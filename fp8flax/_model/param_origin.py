@@ -211,12 +211,21 @@ def hold_each_once(origins: Sequence[Origin]) -> bool:
     return len({*axes}) == 1 and [0, *ends] == [*starts, shape[axes[0]]]
 
 
-def name_of(path: Path) -> str:
-    """Returns the path of a parameter as a text for the name of an op, which can be read in one way only.
+# The grammar of ``Origin.name``, which ``kernel_named`` reads:
+#
+#     name   = value *("-" value) *part    several values if the kernel is computed from several parameters
+#     value  = ["~"] key *("-" key) *part  the path of a parameter, from the module on
+#     part   = "-axis0-3"                  index 3 into axis 0
+#            / "-axis0-4-8"                the slice 4:8 of axis 0; "-axis0-0-8-2" is 0:8:2
+#            / "-4x32"                     before an index into what was reshaped to (4, 32)
+#            / "-T"                        transposed
+#
+# In a key, ``~-``, ``~~`` and ``~.`` are ``-``, ``~`` and ``/``. A path that begins like a part or like the
+# name of a product, as ``axis0`` and ``product_0`` do, has a ``~`` in front.
 
-    The keys are joined by ``-``. A ``~`` marks what would be read as something else: a ``-`` in a key, and
-    a path that begins like another part of such names, as ``axis0`` and ``product_0`` do.
-    """
+
+def name_of(path: Path) -> str:
+    """Returns the path of a parameter as a text for the name of an op; no other path has this text."""
     text = "-".join(re.sub("[-~]", r"~\g<0>", key).replace("/", "~.") for key in path)
     return f"~{text}" if re.match(r"(T|axis\d+|\d+(x\d+)*|(\w+_)?product_\d+)(-|$)", text) else text
 

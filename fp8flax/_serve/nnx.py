@@ -20,8 +20,8 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.types import Path, PyTree
-from fp8flax._linen.eval_init import program_of
 from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
+from fp8flax._model.tracing import program_of
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve import stored_op
 from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, Calls, ServedOp, leaves_of
