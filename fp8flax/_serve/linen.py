@@ -37,8 +37,7 @@ def described(model: nn.Module, variables: PyTree) -> tuple[tuple[ServedOp, ...]
     """Returns the ops and the arrays of a frozen model; see ``_serve.freeze``."""
     check_variables(variables)
     others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    serving: Serving = model._fp8_make_call
-    return serving.ops, leaves_of(nn.meta.unbox(others))
+    return model._fp8_make_call.ops, leaves_of(nn.meta.unbox(others))
 
 
 def freeze(
@@ -103,11 +102,8 @@ class Serving:
 
     ops: tuple[ServedOp, ...]
     by_hand: bool
-    """Whether no op comes from ``quantize_model``.
-
-    Then the author of the model knew of scaling state, and wrote ``nn.scan(..., variable_axes={"params": 0,
-    "_overwrite_with_gradient": 0})``. Such loops slice the state in its own collection, so it stays there.
-    Loops of a converted model slice parameters only, so the state is moved among the parameters."""
+    """Whether no op comes from ``quantize_model``. Then the author of the model wrote loops that slice the
+    collection of the state, where it stays. Loops of a converted model slice the parameters only."""
 
     def __call__(self, model: nn.Module) -> Call:
         return ServingCall(self, model)
@@ -117,11 +113,10 @@ class Serving:
 class StoredKernel(nn.meta.AxisMetadata[Any]):
     """A box around the codes of a kernel, in the variables that a method sees.
 
-    The code of the model gets a ``StandIn`` out of the box in three ways. Linen calls ``unbox`` when a
-    module reads its own parameter: ``self.param("kernel", …)``. The other two ways are for a module that
-    reads the variables of another one, gets the box, and takes it for an array. JAX calls
-    ``__jax_array__`` of an operand: ``jnp.dot(x, kernel)`` and ``x @ kernel``. Python calls ``__getattr__``
-    or an operator of the box itself: ``kernel.T``, ``kernel @ y`` and ``kernel[0]``.
+    A ``StandIn`` leaves the box in three ways. Linen calls ``unbox`` for ``self.param("kernel", …)``. A
+    module that reads the variables of another one gets the box, and takes it for an array. Then JAX calls
+    ``__jax_array__`` for ``jnp.dot(x, kernel)`` and ``x @ kernel``. Python calls ``__getattr__`` or an
+    operator for ``kernel.T``, ``kernel @ y`` and ``kernel[0]``.
     """
 
     value: jax.Array
@@ -163,14 +158,12 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
 class ServingCall(stored_op.Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none.
 
-    Before ``put_in`` and after it, for a scan of two ``nn.Dense(8)`` that are stacked along axis 1::
+    For a scan of two ``nn.Dense(8)`` that are stacked along axis 1, ``put_in`` changes ``params/layers``::
 
-        params/layers/Dense_0/                       params/layers/Dense_0/
-          kernel             (4, 2, 8)                 kernel             StoredKernel of (4, 2, 8)
-          Fp8DotGeneralOp_0/                           Fp8DotGeneralOp_0/
-            kernel_scale     (2, 1)                      kernel_scale     (1, 2, 1)
-                                                       fP8dOTgENERALoP_0/
-                                                         KERNEL_SCALE     (1, 2, 1)
+                                                  before       after
+        Dense_0/kernel                            (4, 2, 8)    StoredKernel of (4, 2, 8)
+        Dense_0/Fp8DotGeneralOp_0/kernel_scale    (2, 1)       (1, 2, 1)
+        Dense_0/fP8dOTgENERALoP_0/KERNEL_SCALE                 (1, 2, 1), which ``state_of`` reads
 
     The scan slices all of them along axis 1. Then ``on_op`` gives the scale of one layer the shape (1,).
     """
@@ -200,22 +193,16 @@ class ServingCall(stored_op.Reading, Call):
         self._shapes.update({path: arrays[path].shape[len(op.stack) :] for path, op in ops.items()})
         scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in ops.items()}
         params = _replaced(params, {**self._boxed(arrays), **scales})
-        return self._with_scales_in_place(params, scales, variables.get(OVERWRITE_WITH_GRADIENT, {}))
+        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
+        moved = scales if self._by_hand else {**scales, **leaves_of(state)}
+        seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(moved)})
+        return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
     def _boxed(self, params: Arrays) -> dict[Path, StoredKernel]:
         """Returns the boxes of the stored kernels among parameters, by their paths."""
         dtypes = {op.kernel: op.dtype for op in self._ops.values() if op.kernel is not None}
         codes = {path: params[path] for path in dtypes.keys() & params.keys()}
         return {path: StoredKernel(x, x.dtype, dtypes[path], path) for path, x in codes.items()}
-
-    def _with_scales_in_place(self, params: PyTree, scales: Arrays, state: PyTree) -> dict[str, PyTree]:
-        """Returns parameters with the scales of ops where ``state_of`` finds them, as in training.
-
-        ``state`` is that of ops whose kernels are wide.
-        """
-        moved = scales if self._by_hand else {**scales, **leaves_of(state)}
-        seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(moved)})
-        return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
 
     def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns no variables: those of the caller stay as they are."""
@@ -225,8 +212,7 @@ class ServingCall(stored_op.Reading, Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        above = len(self.path)  # the model may be a part of another one
-        served = self._ops.get(op.path[above:])
+        served = self._ops.get(op.path[len(self.path) :])  # the model may be a part of another one
         kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
         if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
             raise stored_op.not_seen(op.path)
@@ -250,8 +236,7 @@ class ServingCall(stored_op.Reading, Call):
 def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.Array:
     """Returns a scale that is stacked along the axes of its kernel, so that loops slice the two alike.
 
-    The scale gets the number of dimensions of the kernel. So a loop may count its axis from the front or
-    from the back. If the kernel is stacked along its first axes, the scale stays as it is.
+    It gets the number of dimensions of the kernel, since a loop may count its axis from the back.
     """
     num = len(op.stack)
     if op.kernel is None or op.stack == tuple(range(num)):
