@@ -54,12 +54,10 @@ class ModuleCall(Interception):
 
     A contraction is computed by the op that its module has for it. If the model and its layer are watched::
 
-        model(x)                       begins a call: no call watches the current trace
-          self.layer(x)                joins this call, with a frame of its own
-          nnx.scan(run)(self.layer, x)
-            layer(x)                   begins a call in the trace of the scan, which has modules of its own
-
-    A call that begins inside of another one hides its contractions from the other one.
+        model(x)                          begins a call
+          self.layer(x)                   joins this call, with a frame of its own
+          nnx.scan(run)(self.layer, x)    JAX traces ``run`` with new objects for the modules
+            layer(x)                      begins a call, hidden from the outer call
     """
 
     opens = ("jit", "remat2")
