@@ -22,7 +22,7 @@ class AuditReport:
     """
 
     target: str
-    """The target as it was given to ``audit``."""
+    """The name of the GPU that was compiled for, such as ``h200``, also for a mesh; or ``local``."""
     device: str
     """The name of the device that the program was compiled for."""
     jax_version: str

@@ -1,1 +1,1 @@
-"""Models with their contractions in FP8: finding them, deciding which, saying why. ``nnx`` uses it, too."""
+"""Converts whole models: finds their contractions, decides which run in FP8, and reports the reasons."""

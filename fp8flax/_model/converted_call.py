@@ -195,9 +195,13 @@ class Call(Interception):
     def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:
         """Returns an array of an op that is among the parameters; None if there is none of this name.
 
-        With ``leaf``, ``init`` makes the array. In each trace, the array is read from the root of the
-        outermost module that runs there. An ``nn.map_variables`` of the model makes a new root in the same
-        trace, in which its functions may have changed the state as if it were a weight.
+        With ``leaf``, ``init`` makes the array. The array is read from the root of the outermost module
+        that runs in the current trace. For an op inside of ``nn.map_variables`` in a layer of ``nn.scan``::
+
+            root of                 trace      the state there
+            the model               of apply   of all layers, stacked
+            the layer of nn.scan    of a step  of one layer: is read
+            nn.map_variables        of a step  perhaps changed by the functions, as if it were a weight
         """
         here, default = trace_behind(), cast(flax.core.Scope, op.scope).root
         roots = (frame.module.scope.root for frame in self.frames if frame.trace is here)

@@ -14,7 +14,7 @@ of JAX's current trace, and sends each primitive to ``on_primitive``::
 ``choose`` returns what computes the contraction. These calls are watched, each by a class:
 
 * all calls of a converted model, to compute its contractions in FP8: ``Call`` (Linen), ``ModuleCall`` (NNX)
-* calls that ``report`` traces, and in NNX ``quantize_model``, to list the contractions: ``CountingCall``
+* calls that list contractions (``report``; NNX ``quantize_model``, too): ``CountingCall``, ``DryRunCall``
 * calls that ``freeze`` traces, to see which code reads which parameter: ``RecordingCall`` in ``_serve``
 * all calls of a frozen model, to bring the FP8 codes of kernels to their ops: ``ServingCall`` in ``_serve``
 

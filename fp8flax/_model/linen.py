@@ -18,11 +18,11 @@ from fp8flax._compat.jaxprs import Program
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import PyTree
-from fp8flax._linen.eval_init import eval_init, program_of
 from fp8flax._model.converted_call import Call, CountingCall
 from fp8flax._model.report import ModelReport, report_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._model.subclasses import subclass_of
+from fp8flax._model.tracing import eval_init, program_of
 
 Method: TypeAlias = Callable[..., PyTree] | str | None
 
@@ -91,9 +91,10 @@ def _in_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(method, updated=())
     def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        call = call_of(self.scope)
-        # A frozen model inside of a converted one makes a call of its own.
-        if self.scope is None or (call and (call.cls is type(self) or self._fp8_make_call is Call)):
+        outer = call_of(self.scope)
+        # A converted model inside of another one is a part of its call; a frozen model has its own call.
+        is_part = outer is not None and (outer.cls is type(self) or self._fp8_make_call is Call)
+        if self.scope is None or is_part:
             return method(self, *args, **kwargs)
         call = self._fp8_make_call(self)
 

@@ -50,9 +50,14 @@ class LeftWide:
 
 
 class ModuleCall(Interception):
-    """One call of a method of a module, and the calls of methods inside of it that run in the same trace.
+    """One call of a method of a module, and the methods inside of it that run in the same trace of JAX.
 
-    Contractions with an op of the module that computes them are computed by this op.
+    A contraction is computed by the op that its module has for it. If the model and its layer are watched::
+
+        model(x)                          begins a call
+          self.layer(x)                   joins this call, with a frame of its own
+          nnx.scan(run)(self.layer, x)    JAX traces ``run`` with new objects for the modules
+            layer(x)                      begins a call, hidden from the outer call
     """
 
     opens = ("jit", "remat2")

@@ -33,11 +33,11 @@ from fp8flax._core.ops.einsum import Einsum
 from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
-from fp8flax._linen.eval_init import program_of
 from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
 from fp8flax._model.param_origin import Origin
 from fp8flax._model.report import GIVEN, ModelReport, given_site, in_module, report_of, scope_in
 from fp8flax._model.rules import DEFAULT, Rules, Site
+from fp8flax._model.tracing import program_of
 from fp8flax._nnx import ops, qwix
 from fp8flax._nnx.ops import Fp8Op
 
@@ -140,7 +140,7 @@ class DryRun:
         for path, module in nodes_of(copy, nnx.Module).items():
             if has_methods(module):
                 module._fp8_path, module._fp8_dry_run = path, self
-                watch(module, CountingCall)
+                watch(module, DryRunCall)
         graphdef, state = nnx.split(copy)
         with autocast():  # finds the same contractions while FP8 is switched off
             self.program = program_of(
@@ -174,8 +174,8 @@ class DryRun:
         return scope_in(self.sites, site)
 
 
-class CountingCall(ModuleCall):
-    """A call of a module in a dry run, which gets the contractions; none is computed in FP8."""
+class DryRunCall(ModuleCall):
+    """A call of a module in a ``DryRun``, to which it reports the contractions; none is computed in FP8."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)

@@ -92,10 +92,9 @@ class Origin(NamedTuple):
     def name(self, module: Path, summed: Sequence[int]) -> str:
         """Returns the name of the value in a module at this path; the state of the op is named with it.
 
-        It is ``w`` for ``x @ w`` and ``w-axis0-1-T`` for ``x @ w[1].T``. ``summed`` are the dimensions of
-        the value that the contraction sums over; ``-T`` says that the last dimension of the parameter is
-        one of them. The name does not depend on what else a method computes. A kernel that is used twice in
-        the same way has one state.
+        It is ``w`` for ``x @ w`` and ``w-axis0-1-T`` for ``x @ w[1].T``. ``summed`` are the dimensions that
+        the contraction sums over; with the last one of the parameter among them, ``-T`` is added. The name
+        does not depend on what else a method computes. A kernel that is used twice alike has one state.
         """
         own = len(module)
         paths = [x.path[own:] if x.path[:own] == module else x.path for x in self.sources]
@@ -211,12 +210,20 @@ def hold_each_once(origins: Sequence[Origin]) -> bool:
     return len({*axes}) == 1 and [0, *ends] == [*starts, shape[axes[0]]]
 
 
-def name_of(path: Path) -> str:
-    """Returns the path of a parameter as a text for the name of an op, which can be read in one way only.
+# The grammar of ``Origin.name``, which ``kernel_named`` reads:
+#
+#     name   = value *("-" value) *part    several values if the kernel is computed from several parameters
+#     value  = ["~"] key *("-" key) *part  the path of a parameter, from the module on
+#     part   = "-axis0-3"                  index 3 into axis 0
+#            / "-axis0-4-8"                the slice 4:8 of axis 0; "-axis0-0-8-2" is 0:8:2
+#            / "-4x32" / "-T"              reshaped to (4, 32) before an index; transposed
+#
+# In a key, ``~-``, ``~~`` and ``~.`` are ``-``, ``~`` and ``/``. A ``~`` is in front of a path that begins
+# like a part or like the name of a product: ``axis0``, ``product_0``.
 
-    The keys are joined by ``-``. A ``~`` marks what would be read as something else: a ``-`` in a key, and
-    a path that begins like another part of such names, as ``axis0`` and ``product_0`` do.
-    """
+
+def name_of(path: Path) -> str:
+    """Returns the path of a parameter as a text for the name of an op; no other path has this text."""
     text = "-".join(re.sub("[-~]", r"~\g<0>", key).replace("/", "~.") for key in path)
     return f"~{text}" if re.match(r"(T|axis\d+|\d+(x\d+)*|(\w+_)?product_\d+)(-|$)", text) else text
 

@@ -37,8 +37,7 @@ def described(model: nn.Module, variables: PyTree) -> tuple[tuple[ServedOp, ...]
     """Returns the ops and the arrays of a frozen model; see ``_serve.freeze``."""
     check_variables(variables)
     others = {name: tree for name, tree in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    serving: Serving = model._fp8_make_call
-    return serving.ops, leaves_of(nn.meta.unbox(others))
+    return model._fp8_make_call.ops, leaves_of(nn.meta.unbox(others))
 
 
 def freeze(
@@ -103,7 +102,8 @@ class Serving:
 
     ops: tuple[ServedOp, ...]
     by_hand: bool
-    """Whether no op comes from ``quantize_model``: then loops slice scaling state in its own collection."""
+    """Whether no op comes from ``quantize_model``. Then the author of the model wrote loops that slice the
+    collection of the state, where it stays. Loops of a converted model slice the parameters only."""
 
     def __call__(self, model: nn.Module) -> Call:
         return ServingCall(self, model)
@@ -111,7 +111,13 @@ class Serving:
 
 @flax.struct.dataclass
 class StoredKernel(nn.meta.AxisMetadata[Any]):
-    """A box around the codes of a kernel, in the variables that a method sees; it holds a ``StandIn``."""
+    """A box around the codes of a kernel, in the variables that a method sees.
+
+    A ``StandIn`` leaves the box in three ways. Linen calls ``unbox`` for ``self.param("kernel", …)``. A
+    module that reads the variables of another one gets the box, and takes it for an array. Then JAX calls
+    ``__jax_array__`` for ``jnp.dot(x, kernel)`` and ``x @ kernel``. Python calls ``__getattr__`` or an
+    operator for ``kernel.T``, ``kernel @ y`` and ``kernel[0]``.
+    """
 
     value: jax.Array
     codes_dtype: np.dtype = flax.struct.field(pytree_node=False)
@@ -119,7 +125,7 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
     source: Path = flax.struct.field(pytree_node=False)
 
     def unbox(self) -> jax.Array:
-        """Returns what the method reads."""
+        """Returns the ``StandIn`` that the method reads."""
         codes, dtype = self.value, self.dtype
         if codes.dtype != self.codes_dtype:  # a function of nn.map_variables has cast all parameters
             codes, dtype = codes.astype(self.codes_dtype), codes.dtype
@@ -134,8 +140,6 @@ class StoredKernel(nn.meta.AxisMetadata[Any]):
         return self
 
     remove_axis = add_axis
-
-    # A module that reads the variables of another one gets the box, and takes it for an array.
 
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
@@ -152,7 +156,17 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
 
 
 class ServingCall(stored_op.Reading, Call):
-    """A call of a frozen model, which reads kernels and scales from the variables and changes none."""
+    """A call of a frozen model, which reads kernels and scales from the variables and changes none.
+
+    For a scan of two ``nn.Dense(8)`` that are stacked along axis 1, ``put_in`` changes ``params/layers``::
+
+                                                  before       after
+        Dense_0/kernel                            (4, 2, 8)    StoredKernel of (4, 2, 8)
+        Dense_0/Fp8DotGeneralOp_0/kernel_scale    (2, 1)       (1, 2, 1)
+        Dense_0/fP8dOTgENERALoP_0/KERNEL_SCALE                 (1, 2, 1), which ``state_of`` reads
+
+    The scan slices all of them along axis 1. Then ``on_op`` gives the scale of one layer the shape (1,).
+    """
 
     def __init__(self, serving: Serving, model: nn.Module) -> None:
         super().__init__(model)
@@ -173,27 +187,22 @@ class ServingCall(stored_op.Reading, Call):
                 "original model, and shapes for a checkpoint library by jax.eval_shape of freeze."
             )
         params = as_own_arrays(variables.get(PARAMS, {}))
-        given = leaves_of(nn.meta.unbox(params))
-        stored = {
-            op.kernel: StoredKernel(given[op.kernel], given[op.kernel].dtype, op.dtype, op.kernel)
-            for op in self._ops.values()
-            if op.kernel in given
-        }
-        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
+        arrays = leaves_of(nn.meta.unbox(params))
         # The only parameters of an op are its scales.
-        scales = {path: x for path, x in given.items() if path[:-1] in self._ops}
-        for path, x in scales.items():
-            op, num = self._ops[path[:-1]], len(self._ops[path[:-1]].stack)
-            self._shapes[path] = x.shape[num:]
-            if op.kernel and op.stack != tuple(range(num)):
-                # A loop that slices the kernel slices its scales alike in the dimensions of the kernel,
-                # whether it counts its axis from the front or the back.
-                ones = (1,) * (given[op.kernel].ndim - num - 1)
-                scales[path] = jnp.moveaxis(x.reshape(*x.shape[:num], -1, *ones), range(num), op.stack)
-        params = _replaced(params, {**stored, **scales})
-        of_ops = unflatten_dict(scales if self._by_hand else {**scales, **leaves_of(state)})
-        seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: of_ops})
+        ops = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
+        self._shapes.update({path: arrays[path].shape[len(op.stack) :] for path, op in ops.items()})
+        scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in ops.items()}
+        params = _replaced(params, {**self._boxed(arrays), **scales})
+        state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
+        moved = scales if self._by_hand else {**scales, **leaves_of(state)}
+        seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(moved)})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
+
+    def _boxed(self, params: Arrays) -> dict[Path, StoredKernel]:
+        """Returns the boxes of the stored kernels among parameters, by their paths."""
+        dtypes = {op.kernel: op.dtype for op in self._ops.values() if op.kernel is not None}
+        codes = {path: params[path] for path in dtypes.keys() & params.keys()}
+        return {path: StoredKernel(x, x.dtype, dtypes[path], path) for path, x in codes.items()}
 
     def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns no variables: those of the caller stay as they are."""
@@ -203,8 +212,7 @@ class ServingCall(stored_op.Reading, Call):
         self, op: Fp8Op, recipe: Any, compute: Any, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
-        above = len(self.path)  # the model may be a part of another one
-        served = self._ops.get(op.path[above:])
+        served = self._ops.get(op.path[len(self.path) :])  # the model may be a part of another one
         kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
         if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
             raise stored_op.not_seen(op.path)
@@ -223,3 +231,15 @@ class ServingCall(stored_op.Reading, Call):
             if x is not None
         }
         return stored_op.computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)
+
+
+def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.Array:
+    """Returns a scale that is stacked along the axes of its kernel, so that loops slice the two alike.
+
+    It gets the number of dimensions of the kernel, since a loop may count its axis from the back.
+    """
+    num = len(op.stack)
+    if op.kernel is None or op.stack == tuple(range(num)):
+        return scale
+    ones = (1,) * (params[op.kernel].ndim - num - 1)
+    return jnp.moveaxis(scale.reshape(*scale.shape[:num], -1, *ones), range(num), op.stack)

@@ -171,9 +171,8 @@ def _possible_names(path: Path, ndim: int) -> tuple[str, ...]:
 def _kernel_of(op: Path) -> tuple[Path, int | None]:
     """Returns the path of the kernel of an op, and the index if the kernel is one of a stack.
 
-    The name of an op contains the name of its kernel if the model writes the contraction out:
-    ``mlp/Fp8DotGeneralOp_w-axis0-3`` multiplies by ``mlp/w[3]``. Otherwise the op is that of a layer, such
-    as ``mlp/Dense_0/Fp8DotGeneralOp_0`` or ``mlp/linear/dot_general``, whose parameter is ``kernel``.
+    If the model writes the contraction out, the op is named after the kernel: ``Fp8DotGeneralOp_w-axis0-3``
+    multiplies by ``w[3]``. Otherwise the op, such as ``dot_general``, is that of a layer with a ``kernel``.
     """
     own = re.fullmatch(r"(?:Fp8[A-Za-z]+?Op_|fp8_|fp8-\w+-)(?!\d+$)(.+)", op[-1])
     path, index = kernel_named(own[1]) if own else (("kernel",), None)
@@ -246,12 +245,20 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
 
 
 def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:
-    """Returns the paths of the scales of a frozen kernel, each with the index of its kernel in a stack."""
+    """Returns the paths of the scales of a frozen kernel, each with the index of its kernel in a stack.
+
+    The ops of the kernel are those of the first rule that finds some::
+
+        kernel   op                       rule
+        mlp/w    mlp/Fp8DotGeneralOp_w    has the name and the place of the kernel
+        mlp/w    mlp/Fp8DotGeneralOp_0    is in the same module, which calls an op of its own
+        first    layer/dot_general        has a kernel that is listed elsewhere: ``model.first`` is the same
+    """
     ops = [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE]
     own = (
         [op for op in ops if _kernel_of(op)[0] == kernel]
-        or [op for op in ops if op[:-1] == kernel[:-1]]  # a module calls an op of its own with the kernel
-        or [op for op in ops if _kernel_of(op)[0] not in leaves]  # layers share the kernel of another one
+        or [op for op in ops if op[:-1] == kernel[:-1]]
+        or [op for op in ops if _kernel_of(op)[0] not in leaves]
     )
     return {path: _kernel_of(path[:-1])[1] for path in leaves if path[:-1] in own and path[-1] in _SCALES}
 

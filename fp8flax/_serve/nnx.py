@@ -20,8 +20,8 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.types import Path, PyTree
-from fp8flax._linen.eval_init import program_of
 from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
+from fp8flax._model.tracing import program_of
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve import stored_op
 from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, Calls, ServedOp, leaves_of
@@ -55,9 +55,7 @@ class ReadStored:
 
     def __call__(self, variable: nnx.Variable[jax.Array], codes: jax.Array) -> jax.Array:
         """Returns what ``variable.get_value()`` returns."""
-        if not is_watched():
-            return codes
-        return read_stored(codes, self.dtype, self.source)
+        return read_stored(codes, self.dtype, self.source) if is_watched() else codes
 
 
 class ServingCall(stored_op.Reading, ModuleCall):
@@ -195,7 +193,7 @@ def _traced(
                 sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
                 kernel = known._replace(sources=tuple(sources))
                 # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
-                stack = tuple(range(leaves[sources[0].path].ndim - len(sources[0].shape)))
+                stack = tuple(range(num_dims[sources[0].path] - len(sources[0].shape)))
         with unwatched():
             return stored_op.record(seen, path, op.op_type, gemms, kernel, stack, *operands, **keywords)
 
@@ -203,19 +201,8 @@ def _traced(
         read.add(variable.fp8_path)
         return value
 
-    copy: Any = nnx.clone(model)
-    for path, module, op in [*_ops_of(copy, Fp8Op)]:
-        if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
-            run = calling(op.op_type, partial(on_op, path, op, gemms))
-            setattr(module, path[-1], nnx.static(run))
-    for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
-        x.set_metadata(fp8_path=path, on_set_value=on_set)
-    for module in nodes_of(copy, nnx.Module).values():
-        if has_methods(module):
-            watch(module, RecordingCall)
-    graphdef, state = nnx.split(copy)
-    leaves = leaves_of(state)
+    num_dims = {path: np.ndim(x.get_raw_value()) for path, x in nodes_of(model, nnx.Param).items()}
+    graphdef, state = nnx.split(_watched_copy(model, RecordingCall, on_op, on_set, weight_only))
 
     def call(state: nnx.State, calls: Calls) -> PyTree:
         """Returns the results of all calls, and what they leave in the variables of the model."""
@@ -230,5 +217,26 @@ def _traced(
         return out, [x for path, x in left if path not in kernels]
 
     needed = needed_inputs(program_of(call, state, (calls,), {}))
-    read |= {path for path, is_needed in zip(leaves, needed) if is_needed}
+    read |= {path for path, is_needed in zip(leaves_of(state), needed) if is_needed}
     return seen, read
+
+
+def _watched_copy(
+    model: nnx.Module, make_call: type[ModuleCall], on_op: Any, on_set: Any, weight_only: bool
+) -> Any:
+    """Returns a copy of a model whose methods run in ``make_call``, with ``on_op`` in the place of its ops.
+
+    ``on_set`` is called for a parameter that gets a new value.
+    """
+    copy: Any = nnx.clone(model)
+    for path, module, op in [*_ops_of(copy, Fp8Op)]:
+        if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
+            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
+            run = calling(op.op_type, partial(on_op, path, op, gemms))
+            setattr(module, path[-1], nnx.static(run))
+    for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
+        x.set_metadata(fp8_path=path, on_set_value=on_set)
+    for module in nodes_of(copy, nnx.Module).values():
+        if has_methods(module):
+            watch(module, make_call)
+    return copy

@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 For a kernel (16, 4, 8) of ``nn.DenseGeneral((4, 8))`` they are ``((1, 2), (0,))``: its weight is (32, 16),
 ``(out, in)``. They are counted without the dimensions that stack layers. ``freeze`` knows them from the op
-(``ServedOp.layout``), and ``export.merged`` writes files by them. ``load_into`` has no op, so it finds them
-by the two shapes, and ``export.unmerged`` reads by them. A ``Layout`` of ``_core`` is something else: how
-GEMMs take an operand while they compute. The codes in the variables have the shape of the kernel."""
+(``ServedOp.groups``), and ``export.merged`` writes files by them. ``load_into`` has no op, so it finds them
+by the two shapes, and ``export.unmerged`` reads by them."""
 
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 WEIGHT_ONLY = CustomRecipe(
@@ -79,7 +78,7 @@ class ServedOp(NamedTuple):
     """The names of its scales in the variables."""
     kernel: Path | None = None
     """The path of the parameter in FP8 that is the kernel, or that the kernel is a slice of."""
-    layout: Groups | None = None
+    groups: Groups | None = None
     """The output dimensions and the summed dimensions of the kernel.
 
     They are counted without the dimensions that stack layers, and without those that stack kernels, such as
@@ -201,19 +200,19 @@ def freeze_ops(
     stored, ops, codes, scales = dict[Path, Stored](), list[ServedOp](), Arrays(), Arrays()
     wide = dict.fromkeys(unseen, "it did not run in the calls that freeze traced")
     for name, by_key in users.items():
-        groups = sorted(by_key.values(), key=lambda paths: seen[paths[0]].kernel.cut or ())
-        of_ops = [[delayed[path] for path in paths] for paths in groups]
-        made = _stored([seen[paths[0]] for paths in groups], of_ops, params[name], name in read)
+        # For each slice of the parameter, the paths of the ops that share its codes.
+        slices = sorted(by_key.values(), key=lambda paths: seen[paths[0]].kernel.cut or ())
+        of_ops = [[delayed[path] for path in paths] for paths in slices]
+        made = _stored([seen[paths[0]] for paths in slices], of_ops, params[name], name in read)
         if isinstance(made, str):
             wide[name] = made
         else:
             codes[name], kernels = made
-            stored |= {path: kernel for paths, kernel in zip(groups, kernels) for path in paths}
+            stored |= {path: kernel for paths, kernel in zip(slices, kernels) for path in paths}
     for path, op in seen.items():
         if path in stored:
-            of_kernel, served = stored[path]
-            own = delayed[path] | of_kernel
-            ops.append(served._replace(path=path, gemms=op.gemms, scales=tuple(own)))
+            own = delayed[path] | stored[path].scales
+            ops.append(stored[path].served._replace(path=path, gemms=op.gemms, scales=tuple(own)))
             scales |= {(*path, name): x for name, x in own.items()}
         else:
             ops.append(ServedOp(path, CustomRecipe() if op.gemms is WEIGHT_ONLY else op.gemms))
@@ -253,8 +252,11 @@ def _delayed_scales(seen: Mapping[Path, SeenOp], state: PyTree) -> dict[Path, di
     return scales
 
 
-Stored: TypeAlias = tuple[dict[str, jax.Array], ServedOp]
-"""The scales of a kernel, and the description of its op without its path, recipe and names of scales."""
+class Stored(NamedTuple):
+    """The scales of a kernel, and the description of its op without path, recipe and names of scales."""
+
+    scales: dict[str, jax.Array]
+    served: ServedOp
 
 
 def _stored(
@@ -288,10 +290,10 @@ def _stored(
     kernels = [op.kernel._replace(sources=(source._replace(path=()),)) for op in ops]
     quantize = jax.jit(_quantized, static_argnums=(0, 1), **places)
     codes, made = quantize(tuple(zip(kernels, plans)), stack, parameter, scales)
-    kinds = {(op.gemms.forward, _layout(op.kernel, plan, stack)) for op, plan in zip(ops, plans)}
-    layout = kinds.pop()[1] if len(kinds) == 1 else None
-    served = ServedOp((), CustomRecipe(), (), source.path, layout, jnp.result_type(parameter), stack)
-    return codes, [(own, served._replace(cut=kernel.cut)) for own, kernel in zip(made, kernels)]
+    kinds = {(op.gemms.forward, _groups(op.kernel, plan, stack)) for op, plan in zip(ops, plans)}
+    groups = kinds.pop()[1] if len(kinds) == 1 else None
+    served = ServedOp((), CustomRecipe(), (), source.path, groups, jnp.result_type(parameter), stack)
+    return codes, [Stored(own, served._replace(cut=kernel.cut)) for own, kernel in zip(made, kernels)]
 
 
 def _why_wide(ops: Sequence[SeenOp], is_read: bool) -> str | None:
@@ -364,8 +366,8 @@ def _quantized(
     return codes, of_kernels
 
 
-def _layout(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | None:
-    """Returns the ``layout`` of a ``ServedOp``."""
+def _groups(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups | None:
+    """Returns the ``groups`` of a ``ServedOp``."""
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))

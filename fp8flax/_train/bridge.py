@@ -18,7 +18,7 @@ from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.state import check_state_dtype, on_device
 from fp8flax._core.state.tree import StateTree, path_str
 from fp8flax._core.types import PyTree
-from fp8flax._linen.eval_init import eval_init
+from fp8flax._model.tracing import eval_init
 from fp8flax._train.check import warn_if_damaged
 
 
