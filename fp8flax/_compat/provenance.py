@@ -6,10 +6,11 @@ state must be what a step makes of the old one: where the program shows that it 
 its values. Values alone do not tell a mean of several next states, of microbatches or of devices, from a
 state that a step could make, nor a newest amax that was clipped. JAX cannot be asked.
 
-Internals: attributes of tracers and of traces. A trace that records a program has a ``frame``. Its tracers
-have the equation that made them (``parent``) and their variable in the program (``val``). A trace that
-computes derivatives has a ``parent_trace``, and its tracers hold a tracer of that trace (``primal``).
-Without these attributes nothing is found.
+Internals: attributes of tracers and of traces. A tracer has its trace (``_trace``). A trace that records a
+program has a ``frame``, whose ``debug_info`` says for which function of JAX (``traced_for``). Its tracers
+have the equation that made them (``parent``), which keeps the tracers that it read (``in_tracers``), and
+their variable in the program (``val``). A trace that computes derivatives has a ``parent_trace``, and its
+tracers hold a tracer of that trace (``primal``). Without these attributes nothing is found.
 """
 
 from __future__ import annotations
@@ -79,7 +80,23 @@ def is_made_from(argument: object, x: object, function: str) -> bool:
 
 
 def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
-    """Returns the argument in the place of ``x``; None if it is not a result of the function."""
+    """Returns the argument in the place of ``x``; None if it is not a result of the function.
+
+    For example, a step calls the jitted function ``gradient``, which calls ``next_state_of(old, new)``, and
+    copies the result::
+
+        { lambda ; a b. let
+            c = jit[name=gradient jaxpr={ lambda ; d e. let
+                f = add d e
+                g = jit[name=next_state_of jaxpr=...] d f
+              in (g,) }] a b
+            h = copy c
+          in (h,) }
+
+    The argument in the place of ``h`` is ``a``: ``copy`` keeps the value ``c``, result 0 of ``gradient``.
+    Inside, this result is ``g``, result 0 of ``next_state_of``, whose argument 0 is ``d``. That is argument
+    0 of ``gradient``, to which the step passes ``a``.
+    """
     x, found = _followed(x, (*_KEEPS_VALUE, "pmax", "pvary"), made_by)
     if found is None:
         return None
