@@ -7,7 +7,7 @@ methods of an NNX module are watched by a subclass of its class. A Linen op refu
 that would normalize its state, and Qwix adds LoRA only where a module runs: both need the modules that run.
 
 Internals: ``_context`` of ``nn.module``; ``flags``, ``push`` and ``variables`` of ``flax.core.Scope``;
-the class of an object.
+the class and the ``__dict__`` of an object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _CALL = "fp8flax"
 
 @contextmanager
 def having(owner: object, **attributes: object) -> Iterator[None]:
-    """A context in which an object has these attributes of its own."""
+    """A context in which an object has these attributes of its own.
+
+    It writes to the ``__dict__`` of the object, because a module of NNX refuses ``setattr`` in another
+    trace of JAX than that which made it. So it is in this file, although it serves any object.
+    """
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
