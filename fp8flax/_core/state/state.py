@@ -26,14 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._compat.max_dtype import (
-    fp8_meta,
-    from_max_dtype,
-    is_max_dtype,
-    pack_meta,
-    to_floats,
-    unpack_meta,
-)
+from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype, to_floats
 from fp8flax._compat.provenance import is_constant_of_loop
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
@@ -41,6 +34,7 @@ from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import amax_to_scale, is_usable, push_amax
 from fp8flax._core.shapes import Float32, Shaped
+from fp8flax._core.state.meta import fp8_meta, pack_meta, unpack_meta
 from fp8flax._core.state.stacking import for_each_tensor
 from fp8flax._core.types import PyTree
 
