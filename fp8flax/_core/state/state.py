@@ -206,7 +206,10 @@ def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> Scali
 
 @jax.jit
 def next_state_of(old: ScalingState, new: ScalingState) -> ScalingState:
-    """Returns ``new``. In a traced program the call says, to ``_train.check``, that it follows ``old``."""
+    """Returns ``new``. In a traced program the call records that ``new`` follows ``old``.
+
+    ``_train.check`` finds the call by the name of this function, and then needs no values.
+    """
     # A name does nothing. But JAX takes a result that is an argument, as it is, for no result of the call.
     return jax.tree.map(partial(checkpoint_name, name="fp8_next_state"), new)
 
