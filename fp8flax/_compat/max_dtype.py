@@ -5,9 +5,6 @@ instead. JAX lets an *extended dtype* define its own rule for that sum. If two l
 cotangents are the amaxes 3 and 5, its gradient is 8 in float32, and 5 if the scale is first cast to this
 dtype. In a compiled program its arrays are buffers of float32.
 
-The file has four parts: the dtype and its rules; concrete arrays; casts; slices. The first three add to
-tables of JAX. The last one replaces a rule of JAX for a time. Another ``MaxDtype`` is in ``state.meta``.
-
 Internals: the modules of ``jax._src`` below, which define extended dtypes, their arrays and their
 derivatives; ``jax.extend.core`` and ``jax.interpreters``, to define primitives.
 """
@@ -210,7 +207,7 @@ def from_max_dtype(x: Any) -> Any:
     return lax.index_in_dim(floats, 0, -1, keepdims=False) if x.dtype.element_shape else floats
 
 
-# Slices in a differentiated function.
+# Slices in a differentiated function: the one rule of JAX that is replaced.
 
 _lock = threading.Lock()
 _num_differentiating = 0

@@ -82,20 +82,16 @@ def is_made_from(argument: object, x: object, function: str) -> bool:
 def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
     """Returns the argument in the place of ``x``; None if it is not a result of the function.
 
-    For example, a step calls the jitted function ``gradient``, which calls ``next_state_of(old, new)``, and
-    copies the result::
+    For example, a step calls the jitted ``gradient``, which calls ``next_state_of(old, new)``::
 
-        { lambda ; a b. let
-            c = jit[name=gradient jaxpr={ lambda ; d e. let
-                f = add d e
-                g = jit[name=next_state_of jaxpr=...] d f
-              in (g,) }] a b
-            h = copy c
-          in (h,) }
+        c = jit[name=gradient jaxpr={ lambda ; d e. let
+            f = add d e
+            g = jit[name=next_state_of jaxpr=...] d f
+          in (g,) }] a b
+        h = copy c
 
-    The argument in the place of ``h`` is ``a``: ``copy`` keeps the value ``c``, result 0 of ``gradient``.
-    Inside, this result is ``g``, result 0 of ``next_state_of``, whose argument 0 is ``d``. That is argument
-    0 of ``gradient``, to which the step passes ``a``.
+    ``h`` has the value of ``c``, result 0 of ``gradient``. Inside, this is ``g``, result 0 of
+    ``next_state_of``, whose argument 0 is ``d``: argument 0 of ``gradient``. So the answer is ``a``.
     """
     x, found = _followed(x, (*_KEEPS_VALUE, "pmax", "pvary"), made_by)
     if found is None:

@@ -33,7 +33,7 @@ from fp8flax._core.gemm.gemm import (
     from_matrices,
 )
 from fp8flax._core.gemm.gpus import fits_kernels, is_hopper, num_cores
-from fp8flax._core.gemm.mosaic import HALF, in_units, load
+from fp8flax._core.gemm.mosaic import HALF, in_units, load, repeated
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded, round_up
 
@@ -191,10 +191,6 @@ def tiled_gemm(
     layout = plgpu.Layout.WGMMA
     # The interpreter cannot multiply by a transposed reference, so it gets the right operand transposed.
     order = -1 if is_interpreted else 1
-
-    def repeated(scale: jax.Array, axis: int) -> jax.Array:
-        """Repeats a vector of scales along ``axis`` of a warpgroup's half of a tile."""
-        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
     def pipeline(add_step: Any, compute: Any, t: Index, j: Index, tables: Any) -> Any:
         """Returns the pipeline that computes the tile ``(t, j)``.

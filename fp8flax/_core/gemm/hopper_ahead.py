@@ -21,7 +21,7 @@ from fp8flax._core.gemm import hopper
 from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, Ref, from_matrices
 from fp8flax._core.gemm.gpus import new_kernels, num_cores
 from fp8flax._core.gemm.hopper import Index, Operand
-from fp8flax._core.gemm.mosaic import HALF, in_units, load
+from fp8flax._core.gemm.mosaic import HALF, in_units, load, repeated
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor, Quantizer, round_up
 
@@ -91,10 +91,6 @@ def block_gemm(
     # ``free`` is a barrier of a cluster, also of one core, if one thread alone is to arrive.
     one_releases = config.one_releases or is_cluster
     multicast = {"collective_axes": "cluster"} if is_cluster else {}
-
-    def repeated(scale: jax.Array, axis: int) -> jax.Array:
-        """Repeats a vector of scales along ``axis`` of a wave."""
-        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
     # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp of each
     # core copies, and the warpgroups 0 and 1 multiply:

@@ -53,7 +53,9 @@ def block_quantize(
             return jnp.full((size,), scale_of(quantizer, amax))
         return scale_of(quantizer, plgpu.layout_cast(jnp.full((size,), amax), wgmma.reduce(axis)))
 
-    def kernel(x: Ref, *refs: Ref, tile: Ref, codes: Ref, down_codes: Ref, scales: Ref, ready: Ref) -> None:
+    def kernel(
+        x: Ref, *refs: Ref, tile: Ref, codes: Ref, down_codes: Ref, scales: Ref, source_ready: Ref
+    ) -> None:
         """Quantizes a tile, in shared memory: ``codes`` by rows, ``down_codes`` by columns, transposed.
 
         The row 0 of ``scales`` has the scale of each row of the tile, and row 1 that of each column.
@@ -61,8 +63,8 @@ def block_quantize(
         out_codes, out_down_codes, out_scales, out_down_scales = refs
         b, i, j = (lax.axis_index(name) for name in ("batch", "row", "column"))
         down, across = pl.ds(i * TILE, TILE), pl.ds(j * TILE, TILE)
-        plgpu.copy_gmem_to_smem(x.at[b, down, across], tile, ready)
-        plgpu.barrier_wait(ready)
+        plgpu.copy_gmem_to_smem(x.at[b, down, across], tile, source_ready)
+        plgpu.barrier_wait(source_ready)
 
         def loaded(*index: Any) -> tuple[jax.Array, jax.Array]:
             return numbers(load(tile, index, wgmma, interpret), inf_is_nan, rounded_to)
@@ -120,7 +122,7 @@ def block_quantize(
             "codes": shared(dtype),
             "down_codes": shared(dtype),
             "scales": plgpu.SMEM((2, TILE), jnp.float32),
-            "ready": plgpu.Barrier(),
+            "source_ready": plgpu.Barrier(),
         },
         interpret=interpret,
     )

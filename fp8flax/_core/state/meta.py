@@ -1,8 +1,4 @@
-"""The metas: arrays that take the place of scales inside of a gradient (``state.state`` says why).
-
-The first of the three numbers of a meta is the scale. The others are ready-made scales of this step. The
-cotangent brings back the scale and the amax of the step.
-"""
+"""The metas: arrays that take the place of scales inside of a gradient. ``state.state`` says why."""
 
 from __future__ import annotations
 
@@ -14,7 +10,9 @@ from jax import lax
 from fp8flax._compat.max_dtype import MaxDtype, of_floats, to_floats
 
 fp8_meta = MaxDtype((3,))
-"""The dtype of a meta. Each element has three float32 numbers, whose cotangents merge by maximum."""
+"""The dtype of a meta. Each element has three float32 numbers, whose cotangents merge by maximum.
+
+The first is the scale; the others are ready-made scales of this step."""
 
 
 def pack_meta(*numbers: jax.Array) -> jax.Array:
