@@ -39,6 +39,7 @@ def for_each_tensor(
     groups: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
     for i, each in enumerate(zip(*args)):
         leaves, treedef = jax.tree.flatten(each)
+        # Outside of jit, arrays may be on different devices: one jitted function does not take them all.
         shardings = [
             x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
             for x in leaves
