@@ -95,13 +95,10 @@ def block_gemm(
     # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp of each
     # core copies, and the warpgroups 0 and 1 multiply:
     #
-    #   barrier     who arrives                   when                         who waits    before what
-    #   full[slot]  each of the 3 or 4 copies     when all its bytes, of both  both         they read
-    #                                             cores, are there             warpgroups   the slot
-    #   free[slot]  the warpgroups of all cores   at the start, and when they  the warp of  it copies to
-    #               of the cluster                have read the slot           each core    it, or ends
-    #   turn        warpgroup 0                   in step 0 of a tile, after   warpgroup 1  it starts the
-    #                                             the first wave               same tile
+    #   barrier     who arrives              after                              who waits    before
+    #   full[slot]  the 3 or 4 copies        their bytes came, of both cores    warpgroups   they read it
+    #   free[slot]  warpgroups of all cores  the start, and reading the slot    the warp     a copy, the end
+    #   turn        warpgroup 0              multiplying wave 0 of its step 0   warpgroup 1  the same tile
     #
     # ``full`` and ``free`` complete once per step, ``turn`` once per tile. Two facts rule out a deadlock:
     # * Each wait is for something earlier. A step waits for its copies. They wait until the step that had
