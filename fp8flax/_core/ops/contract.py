@@ -252,6 +252,18 @@ def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
 
 
 # Quantizing.
+#
+# Barriers below are for XLA. Names are for ``jax.checkpoint``, whose policies save arrays by their names.
+#
+#   barrier around                      without it, XLA
+#   A  a kernel's codes for dgrad, and  makes the codes beside AdamW, which overwrites the kernel, so it
+#      its scale of the forward GEMM    copies the kernel; with it, the forward GEMM waits for the codes
+#   B  codes and amax of another        reads the wide tensor once for each, and casts it once more for a
+#      tensor                           GEMM that takes it transposed
+#   name                                with it, a policy can save
+#   RESIDUAL_NAMES                      codes, scales and amaxes, and not the wide tensors
+#   KERNEL_FORWARD_NAME                 other codes of the kernel, once for all microbatches
+#   OUTPUT_NAME                         the result, which JAX's policies for dots do not see
 
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> AnyTensor:
@@ -277,19 +289,15 @@ def quantized_twice(
     is_one_pass = one is not None and one.shares_pass(other)
     if is_one_pass and role == "kernel" and isinstance(first, QTensor) and not first.block:
         assert isinstance(second, QTensor)
-        # The forward GEMM waits for the second codes. XLA would make them beside AdamW, which overwrites
-        # the kernel, and would copy the kernel.
-        codes, scale = lax.optimization_barrier((second.codes, first.scale))
+        codes, scale = lax.optimization_barrier((second.codes, first.scale))  # A
         first, second = dataclasses.replace(first, scale=scale), dataclasses.replace(second, codes=codes)
     if is_one_pass or role == "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
         return first, second, amax
-    # XLA reads the wide tensor once, for codes and amax, and does not cast it again for a GEMM that takes
-    # it transposed.
     operands = [first] if first is second else [first, second]
     codes = [x.codes for x in operands if isinstance(x, QTensor)]
-    codes, amax = lax.optimization_barrier((codes, amax))
+    codes, amax = lax.optimization_barrier((codes, amax))  # B
     made = [dataclasses.replace(x, codes=codes.pop(0)) if isinstance(x, QTensor) else x for x in operands]
     return made[0], made[-1], amax
 
