@@ -40,10 +40,7 @@ def for_each_tensor(
     for i, each in enumerate(zip(*args)):
         leaves, treedef = jax.tree.flatten(each)
         # Outside of jit, arrays may be on different devices: one jitted function does not take them all.
-        shardings = [
-            x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
-            for x in leaves
-        ]
+        shardings = [getattr(x, "sharding", None) for x in leaves if not isinstance(x, jax.core.Tracer)]
         groups[treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, PyTree] = {}
     for members in groups.values():
