@@ -29,20 +29,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.provenance import before_cast
+from fp8flax._core import names
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm
 from fp8flax._core.gemm.gpus import compute_capability
-from fp8flax._core.names import (
-    DGRAD,
-    FORWARD,
-    KERNEL_FORWARD_NAME,
-    OPERANDS,
-    OUTPUT_NAME,
-    RESIDUAL_NAMES,
-    ROLES,
-    WGRAD,
-)
+from fp8flax._core.names import DGRAD, FORWARD, OPERANDS, ROLES, WGRAD
 from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor
 from fp8flax._core.quantizers import quantize_for_both
@@ -51,7 +43,7 @@ from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 from fp8flax._core.types import Accumulation
 
-_INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
+_INPUT_NAME, _KERNEL_NAME, _ = names.RESIDUAL_NAMES
 
 Scales = dict[str, jax.Array]
 """A float32 scale, or an amax, of each tensor with delayed scaling, by role."""
@@ -219,7 +211,7 @@ def _forward(
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
     with jax.named_scope(FORWARD):
         out = plan.original("output_grad", plan.product(FORWARD)(x, w))
-    return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
+    return checkpoint_name(out, names.OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 
 @jax.jit
@@ -328,6 +320,6 @@ def _operand(
         # the saved codes.
         first = kept.from_bits()
     elif role == "kernel" and isinstance(first, QTensor):
-        as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
+        as_named = partial(checkpoint_name, name=names.KERNEL_FORWARD_NAME)
         first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)
