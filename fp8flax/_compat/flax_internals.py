@@ -25,12 +25,8 @@ _CALL = "fp8flax"
 
 @contextmanager
 def having(owner: object, **attributes: object) -> Iterator[None]:
-    """A context in which an object has these attributes of its own.
-
-    It writes to the ``__dict__`` of the object, because a module of NNX refuses ``setattr`` in another
-    trace of JAX than that which made it. So it is in this file, although it serves any object.
-    """
-    own = vars(owner)
+    """A context in which an object has these attributes of its own."""
+    own = vars(owner)  # a module of NNX refuses ``setattr`` in another trace of JAX than its own
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     try:

@@ -2,9 +2,8 @@
 
 Why: our GPU kernel that quantizes in blocks reads the float32 parameter, without a cast to bfloat16 before.
 A user is warned of a gradient inside of a loop that does not carry the scaling state. And the next scaling
-state must be what a step makes of the old one: where the program shows that it is, nobody has to look at
-its values. Values alone do not tell a mean of several next states, of microbatches or of devices, from a
-state that a step could make, nor a newest amax that was clipped. JAX cannot be asked.
+state must be what a step makes of the old one. Values alone do not tell a mean of several next states, or
+a newest amax that was clipped, from a state that a step could make. JAX has no function for this.
 
 Internals: attributes of tracers and of traces. A tracer has its trace (``_trace``). A trace that records a
 program has a ``frame``, whose ``debug_info`` says for which function of JAX (``traced_for``). Its tracers
