@@ -195,9 +195,12 @@ def tiled_gemm(
     def pipeline(add_step: Any, compute: Any, t: Index, j: Index, tables: Any) -> Any:
         """Returns the pipeline that computes the tile ``(t, j)``.
 
-        A thread block has three warpgroups. One warp of the third copies the operands of each step to
-        shared memory, some steps ahead. The other two compute half of the tile each: they call
-        ``compute(run)``, and ``run(zeros)`` calls ``add_step`` for each step and returns the last sum.
+        A thread block has three warpgroups. From left to right, for a tile of three steps::
+
+            2, one warp   copies 0   copies 1   copies 2      to shared memory, up to ``stages`` ahead
+            0 and 1                  adds 0     adds 1     adds 2     writes    each half of the tile
+
+        Warpgroups 0 and 1 call ``compute(run)``. ``run(zeros)`` adds by ``add_step``, and returns the sum.
         """
 
         def spec(shape: tuple[int, int], at: Callable[[Step], Any], **options: Any) -> Any:
