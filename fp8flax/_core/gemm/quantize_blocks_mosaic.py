@@ -56,10 +56,7 @@ def block_quantize(
     def kernel(
         x: Ref, *refs: Ref, tile: Ref, codes: Ref, down_codes: Ref, scales: Ref, source_ready: Ref
     ) -> None:
-        """Quantizes a tile, in shared memory: ``codes`` by rows, ``down_codes`` by columns, transposed.
-
-        The row 0 of ``scales`` has the scale of each row of the tile, and row 1 that of each column.
-        """
+        """Quantizes a tile by rows and by columns, the latter transposed; ``scales[0]`` are of the rows."""
         out_codes, out_down_codes, out_scales, out_down_scales = refs
         b, i, j = (lax.axis_index(name) for name in ("batch", "row", "column"))
         down, across = pl.ds(i * TILE, TILE), pl.ds(j * TILE, TILE)
