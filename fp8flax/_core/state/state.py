@@ -206,10 +206,7 @@ def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> Scali
 
 @jax.jit
 def next_state_of(old: ScalingState, new: ScalingState) -> ScalingState:
-    """Returns ``new``. In a traced program the call records that ``new`` follows ``old``.
-
-    ``_train.check`` finds the call by the name of this function, and then needs no values.
-    """
+    """Returns ``new``. ``_train.check`` finds the call by this function's name: ``new`` follows ``old``."""
     # A name does nothing. But JAX takes a result that is an argument, as it is, for no result of the call.
     return jax.tree.map(partial(checkpoint_name, name="fp8_next_state"), new)
 
