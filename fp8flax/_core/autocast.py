@@ -24,7 +24,13 @@ _entered = threading.local()
 """Each thread has a list ``settings`` here: the JAX contexts that it has entered, from the outermost."""
 
 _of_task: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
-"""The JAX contexts that an asyncio task has entered, and those under which it was created."""
+"""The JAX contexts that an asyncio task has entered, and those under which it was created.
+
+Two tasks of one thread, where the second must not run under the first one's recipe::
+
+    event                         settings of the thread    of task 1    of task 2
+    task 1 enters a, and awaits   [a]                       (a,)         ()
+    task 2 enters autocast        error: the last setting, a, is not of task 2"""
 
 _Ambient: TypeAlias = CustomRecipe | Literal["off"] | None
 """What ``autocast`` sets: a recipe, the end of FP8, or the default of each op."""
