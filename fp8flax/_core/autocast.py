@@ -39,9 +39,8 @@ _Ambient: TypeAlias = CustomRecipe | Literal["off"] | None
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread.
 
-    Equal recipes share one object, so jit compares its cache keys by identity. To compare two recipes runs
-    Python code, and Python may then switch to another thread. That thread may change the cache of jit while
-    this thread reads it.
+    Equal recipes share one object, so jit compares its cache keys by identity. To compare recipes would run
+    Python code, during which another thread may change the cache of jit that this thread reads.
     """
 
     def __init__(self, recipe: _Ambient) -> None:

@@ -127,9 +127,8 @@ def _records(reports: Sequence[Report]) -> dict[Tensor, np.ndarray]:
     """
     sums: dict[Hashable, list[np.ndarray]] = defaultdict(list)
     for one in reports:
-        path, place, _ = one.label
         if (of_kernel := Errors.of(one).of_kernel) is not None:
-            sums[path, place, one.device].append(np.asarray(of_kernel))
+            sums[*one.label[:2], one.device].append(np.asarray(of_kernel))
     # A loop whose kernel stays the same calls one layer several times.
     is_stack = {key: len({x.tobytes() for x in of_calls}) > 1 for key, of_calls in sums.items()}
     found: dict[Tensor, set[tuple[Any, ...]]] = defaultdict(set)

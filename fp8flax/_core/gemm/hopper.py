@@ -224,47 +224,33 @@ def tiled_gemm(
             compute_context=compute,
         )
 
+    def add_step(
+        mine: Any, square_scale: Any, index: Any, lhs_tile: Ref, rhs_tile: Ref, row_scales: Ref, *more: Any
+    ) -> Any:
+        """Returns the sum of the rows ``mine`` after a step: the sum before, and scaled products."""
+        *column_scales, total = more  # the scales of columns only if they are an operand
+
+        def multiply(sums: Ref) -> jax.Array:
+            columns = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
+            plgpu.wgmma(sums, lhs_tile.at[mine], columns)
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        # A load before the product is hidden behind it. The scales of all columns are loaded after it,
+        # because before it there are no registers left for them.
+        of_rows = load(row_scales, (0, mine), layout.reduce(1), interpret)
+        if is_square:
+            scale = repeated(of_rows * square_scale(index[0]), 1)
+        sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
+        if not is_square:
+            scale = repeated(of_rows, 1)
+            scale *= repeated(load(column_scales[0], (0,), layout.reduce(0), interpret), 0)
+        new = total + sums * scale
+        return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new
+
     def kernel(lhs: Ref, rhs: Ref, lhs_scale: Ref, rhs_scale: Ref, *refs: Ref, result: Ref) -> None:
         *tables, out = refs
         fetched = [lhs, rhs, lhs_scale, rhs_scale][: 2 + num_scales]
-
-        def compute_half(warpgroup: Index, mine: Any, allocations: Any, t: Index, j: Index) -> None:
-            """Computes the rows ``mine`` of a tile of the result: those of this warpgroup."""
-
-            def add_step(index: Any, lhs_tile: Ref, rhs_tile: Ref, row_scales: Ref, *more: Any) -> Any:
-                """Returns the sum after a step: the sum before, and the products times their scales."""
-                *column_scales, total = more  # the scales of columns only if they are an operand
-
-                def multiply(sums: Ref) -> jax.Array:
-                    columns = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
-                    plgpu.wgmma(sums, lhs_tile.at[mine], columns)
-                    plgpu.wgmma_wait(0)
-                    return sums[...]
-
-                # A load before the product is hidden behind it. The scales of all columns are loaded after
-                # it, because before it there are no registers left for them.
-                of_rows = load(row_scales, (0, mine), layout.reduce(1), interpret)
-                if is_square:
-                    place = step(t, index[0], *tables)
-                    scale = repeated(of_rows * rhs_scale[place.depth, place.rhs + j], 1)
-                sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
-                if not is_square:
-                    scale = repeated(of_rows, 1)
-                    scale *= repeated(load(column_scales[0], (0,), layout.reduce(0), interpret), 0)
-                new = total + sums * scale
-                return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new
-
-            def compute(run: Any) -> None:
-                zeros = jnp.zeros((HALF, TILE), jnp.float32)
-                total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
-                # The copy of the last tile runs while this tile is computed, and must end here.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                result[warpgroup] = total.astype(out_dtype)
-                plgpu.commit_smem()
-                rows = pl.ds(t * TILE + warpgroup * HALF, HALF)
-                plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[rows, pl.ds(j * TILE, TILE)])
-
-            pipeline(add_step, compute, t, j, tables)(*fetched, allocations=allocations)
 
         # A pipeline that never runs gives the shared memory and the barriers that all tiles then use.
         first, nothing = jnp.int32(0), lambda *_: None
@@ -279,7 +265,23 @@ def tiled_gemm(
             def _(loop: Any) -> None:
                 # This order lets neighbouring cores share most of what they read.
                 t, j = plgpu.planar_snake(loop.index[0], (m, n), 1, _STRIP)
-                compute_half(warpgroup, mine, allocations, t, j)
+
+                def square_scale(s: Index) -> Any:
+                    place = step(t, s, *tables)
+                    return rhs_scale[place.depth, place.rhs + j]
+
+                def compute(run: Any) -> None:
+                    zeros = jnp.zeros((HALF, TILE), jnp.float32)
+                    total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
+                    # The copy of the last tile runs while this tile is computed, and must end here.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    result[warpgroup] = total.astype(out_dtype)
+                    plgpu.commit_smem()
+                    rows = pl.ds(t * TILE + warpgroup * HALF, HALF)
+                    plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[rows, pl.ds(j * TILE, TILE)])
+
+                add = partial(add_step, mine, square_scale)
+                pipeline(add, compute, t, j, tables)(*fetched, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -109,7 +109,6 @@ def block_gemm(
     def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
         lhs, rhs, lhs_scale, rhs_scale, out = refs
         codes, columns, row_scales = shared["codes"], shared["columns"], shared["row_scales"]
-        column_scales: Any = shared.get("column_scales")  # None if ``is_square``
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         rank = lax.axis_index("cluster") if is_cluster else 0
 
@@ -144,7 +143,7 @@ def block_gemm(
                     plgpu.copy_gmem_to_smem(lhs_scale.at[k, down], row_scales.at[slot], full.at[slot])
                     if not is_square:
                         scales = rhs_scale.at[k, across]
-                        plgpu.copy_gmem_to_smem(scales, column_scales.at[slot], full.at[slot])
+                        plgpu.copy_gmem_to_smem(scales, shared["column_scales"].at[slot], full.at[slot])
                     return carry
 
                 for_steps(count, fetch, 0)
@@ -193,7 +192,7 @@ def block_gemm(
                         if is_square:
                             factor = repeated(of_rows[wave] * scale, 1)
                         else:
-                            of_columns = load(column_scales, (slot,), layout.reduce(0), interpret)
+                            of_columns = load(shared["column_scales"], (slot,), layout.reduce(0), interpret)
                             factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
                         if wave == waves - 1:
                             if one_releases and not is_square:

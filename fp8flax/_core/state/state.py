@@ -162,9 +162,8 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
     if missing:  # tracing a function with a derivative of its own costs time, also for no states
         # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array
         # of all metas.
-        made = [
-            pack_meta(*numbers) for numbers in for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
-        ]
+        numbers = for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
+        made = [pack_meta(*three) for three in numbers]
         metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing, missing))
     return [
         ScalingState(
