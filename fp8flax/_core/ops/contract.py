@@ -243,9 +243,7 @@ def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
     return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 
-# Quantizing.
-#
-# Barriers below are for XLA. Names are for ``jax.checkpoint``, whose policies save arrays by their names.
+# Quantizing. Barriers are for XLA. Policies of ``jax.checkpoint`` save arrays by their names.
 #
 #   barrier around                      without it, XLA
 #   A  a kernel's codes for dgrad, and  makes the codes beside AdamW, which overwrites the kernel, so it
