@@ -131,12 +131,10 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
 
-# Casts.
-#
-# ``of_floats`` and ``to_floats`` only change the dtype of the same buffer: floats of shape ``(*s, 3)`` are
-# an array of shape ``s`` with the element shape ``(3,)``. Users call JAX's own cast to ``fp32_max_grad``,
-# ``x.astype(fp32_max_grad)``, which works. JAX cannot transpose its cast back to float32, and neither of
-# its casts takes elements of several floats. So the package calls these two functions.
+# Casts. ``of_floats`` and ``to_floats`` only change the dtype of a buffer: floats of shape ``(*s, 3)`` are
+# an array of shape ``s`` with the element shape ``(3,)``. JAX's own cast to ``fp32_max_grad``, which users
+# call, works. But JAX cannot transpose its cast back to float32, and neither of its casts takes elements
+# of several floats.
 
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
