@@ -224,23 +224,20 @@ def tiled_gemm(
             compute_context=compute,
         )
 
-    def add_step(
-        mine: Any, square_scale: Any, index: Any, lhs_tile: Ref, rhs_tile: Ref, row_scales: Ref, *more: Any
-    ) -> Any:
+    def add_step(mine: Any, scale_at: Any, index: Any, lhs: Ref, rhs: Ref, scales: Ref, *more: Any) -> Any:
         """Returns the sum of the rows ``mine`` after a step: the sum before, and scaled products."""
         *column_scales, total = more  # the scales of columns only if they are an operand
 
         def multiply(sums: Ref) -> jax.Array:
-            columns = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
-            plgpu.wgmma(sums, lhs_tile.at[mine], columns)
+            plgpu.wgmma(sums, lhs.at[mine], rhs if is_interpreted else rhs.transpose((1, 0)))
             plgpu.wgmma_wait(0)
             return sums[...]
 
         # A load before the product is hidden behind it. The scales of all columns are loaded after it,
         # because before it there are no registers left for them.
-        of_rows = load(row_scales, (0, mine), layout.reduce(1), interpret)
+        of_rows = load(scales, (0, mine), layout.reduce(1), interpret)
         if is_square:
-            scale = repeated(of_rows * square_scale(index[0]), 1)
+            scale = repeated(of_rows * scale_at(index[0]), 1)
         sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
         if not is_square:
             scale = repeated(of_rows, 1)
@@ -266,7 +263,7 @@ def tiled_gemm(
                 # This order lets neighbouring cores share most of what they read.
                 t, j = plgpu.planar_snake(loop.index[0], (m, n), 1, _STRIP)
 
-                def square_scale(s: Index) -> Any:
+                def scale_at(s: Index) -> Any:  # if 128 rows of the right operand share a scale
                     place = step(t, s, *tables)
                     return rhs_scale[place.depth, place.rhs + j]
 
@@ -280,7 +277,7 @@ def tiled_gemm(
                     rows = pl.ds(t * TILE + warpgroup * HALF, HALF)
                     plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[rows, pl.ds(j * TILE, TILE)])
 
-                add = partial(add_step, mine, square_scale)
+                add = partial(add_step, mine, scale_at)
                 pipeline(add, compute, t, j, tables)(*fetched, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -99,7 +99,6 @@ def block_gemm(
     #   full[slot]  the 3 or 4 copies        their bytes came, of both cores    warpgroups   they read it
     #   free[slot]  warpgroups of all cores  the start, and reading the slot    the warp     a copy, the end
     #   turn        warpgroup 0              multiplying wave 0 of its step 0   warpgroup 1  the same tile
-    #
     # ``full`` and ``free`` complete once per step, ``turn`` once per tile. Two facts rule out a deadlock:
     # * Each wait is for something earlier. A step waits for its copies. They wait until the step that had
     #   the slot before was read. A tile of warpgroup 1 waits for step 0 of warpgroup 0.
@@ -173,9 +172,7 @@ def block_gemm(
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
-                    of_rows = [
-                        load(row_scales, (slot, place), layout.reduce(1), interpret) for place in mine
-                    ]
+                    of_rows = [load(row_scales, (slot, at), layout.reduce(1), interpret) for at in mine]
                     new = []
                     for wave, (place, total) in enumerate(zip(mine, totals)):
 
@@ -187,8 +184,7 @@ def block_gemm(
 
                         sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
                         if staggers and wave == 0:
-                            arrive = lambda: plgpu.barrier_arrive(turn)  # noqa: E731
-                            pl.when((k == 0) & (warpgroup == 0))(arrive)
+                            pl.when((k == 0) & (warpgroup == 0))(lambda: plgpu.barrier_arrive(turn))
                         if is_square:
                             factor = repeated(of_rows[wave] * scale, 1)
                         else:
