@@ -7,7 +7,7 @@ methods of an NNX module are watched by a subclass of its class. A Linen op refu
 that would normalize its state, and Qwix adds LoRA only where a module runs: both need the modules that run.
 
 Internals: ``_context`` of ``nn.module``; ``flags``, ``push`` and ``variables`` of ``flax.core.Scope``;
-the class of an object.
+the class and the ``__dict__`` of an object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CALL = "fp8flax"
 @contextmanager
 def having(owner: object, **attributes: object) -> Iterator[None]:
     """A context in which an object has these attributes of its own."""
-    own = vars(owner)
+    own = vars(owner)  # a module of NNX refuses ``setattr`` in another trace of JAX than its own
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     try:

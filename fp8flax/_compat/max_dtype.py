@@ -130,9 +130,11 @@ ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x
 # Gives ``MaxArray`` the operators and methods that tracers have.
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
-# Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer: floats of shape
-# ``(*s, 3)`` are an array of ``fp8_meta`` of shape ``s``. The package does not use JAX's own casts: their
-# transposes fail, and elements of several floats do not allow them.
+
+# Casts. ``of_floats`` and ``to_floats`` only change the dtype of a buffer: floats of shape ``(*s, 3)`` are
+# an array of shape ``s`` with the element shape ``(3,)``. JAX's own cast to ``fp32_max_grad``, which users
+# call, works. But JAX cannot transpose its cast back to float32, and neither of its casts takes elements
+# of several floats.
 
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
@@ -168,8 +170,6 @@ def to_floats(x: Any) -> Any:
     return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
 
-# The two dtypes of the package.
-
 fp32_max_grad = MaxDtype()
 """Float32 dtype whose gradients merge by maximum instead of by sum.
 
@@ -189,47 +189,23 @@ Example:
 """
 
 
-fp8_meta = MaxDtype((3,))
-"""The dtype of a meta, the array that takes the place of a scale inside of a gradient (``state.state``).
-
-Each element has three float32 numbers, whose cotangents merge by maximum. The first is the scale. The
-others are ready-made scales of this step. The cotangent brings back the scale and the amax of the step."""
-
-
 def is_max_dtype(x: object) -> bool:
-    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``fp8_meta``."""
+    """Returns whether ``x`` is an array (or tracer) of a ``MaxDtype``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def from_max_dtype(x: Any) -> Any:
     """Casts an array of a ``MaxDtype`` to float32, without a gradient; returns other values unchanged.
 
-    For ``fp8_meta`` it returns the scale, which is the first of its numbers.
+    For elements of several floats it returns the first of each, such as the scale of a meta.
     """
     if not is_max_dtype(x):
         return x
-    return unpack_meta(x, 1)[0] if x.dtype == fp8_meta else lax.stop_gradient(to_floats(x))
+    floats = lax.stop_gradient(to_floats(x))
+    return lax.index_in_dim(floats, 0, -1, keepdims=False) if x.dtype.element_shape else floats
 
 
-def pack_meta(*numbers: jax.Array) -> jax.Array:
-    """Returns an array of ``fp8_meta`` from its three numbers: float32 arrays of its shape."""
-    ndim = numbers[0].ndim
-    if ndim < 2:
-        return of_floats(fp8_meta, jnp.stack(numbers, axis=-1))
-    # For stacked layers, a GPU kernel can make several arrays by selects, but only one by a stack.
-    cases = [jnp.broadcast_to(x[..., None], (*x.shape, len(numbers))) for x in numbers]
-    aval = jax.typeof(cases[0])
-    place = lax.broadcasted_iota(np.int32, aval.shape, ndim, out_sharding=aval.sharding)
-    return of_floats(fp8_meta, lax.select_n(place, *cases))
-
-
-def unpack_meta(x: jax.Array, num: int = 3) -> list[jax.Array]:
-    """Returns the first ``num`` numbers of an array of ``fp8_meta``, without a gradient."""
-    numbers = lax.stop_gradient(to_floats(x))
-    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
-
-
-# Slices in a differentiated function.
+# Slices in a differentiated function: the one rule of JAX that is replaced.
 
 _lock = threading.Lock()
 _num_differentiating = 0

@@ -2,14 +2,14 @@
 
 Why: our GPU kernel that quantizes in blocks reads the float32 parameter, without a cast to bfloat16 before.
 A user is warned of a gradient inside of a loop that does not carry the scaling state. And the next scaling
-state must be what a step makes of the old one: where the program shows that it is, nobody has to look at
-its values. Values alone do not tell a mean of several next states, of microbatches or of devices, from a
-state that a step could make, nor a newest amax that was clipped. JAX cannot be asked.
+state must be what a step makes of the old one. Values alone do not tell a mean of several next states, or
+a newest amax that was clipped, from a state that a step could make. JAX has no function for this.
 
-Internals: attributes of tracers and of traces. A trace that records a program has a ``frame``. Its tracers
-have the equation that made them (``parent``) and their variable in the program (``val``). A trace that
-computes derivatives has a ``parent_trace``, and its tracers hold a tracer of that trace (``primal``).
-Without these attributes nothing is found.
+Internals: attributes of tracers and of traces. A tracer has its trace (``_trace``). A trace that records a
+program has a ``frame``, whose ``debug_info`` says for which function of JAX (``traced_for``). Its tracers
+have the equation that made them (``parent``), which keeps the tracers that it read (``in_tracers``), and
+their variable in the program (``val``). A trace that computes derivatives has a ``parent_trace``, and its
+tracers hold a tracer of that trace (``primal``). Without these attributes nothing is found.
 """
 
 from __future__ import annotations
@@ -79,7 +79,19 @@ def is_made_from(argument: object, x: object, function: str) -> bool:
 
 
 def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
-    """Returns the argument in the place of ``x``; None if it is not a result of the function."""
+    """Returns the argument in the place of ``x``; None if it is not a result of the function.
+
+    For example, a step calls the jitted ``gradient``, which calls ``next_state_of(old, new)``::
+
+        c = jit[name=gradient jaxpr={ lambda ; d e. let
+            f = add d e
+            g = jit[name=next_state_of jaxpr=...] d f
+          in (g,) }] a b
+        h = copy c
+
+    ``h`` has the value of ``c``, result 0 of ``gradient``. Inside, this is ``g``, result 0 of
+    ``next_state_of``, whose argument 0 is ``d``: argument 0 of ``gradient``. So the answer is ``a``.
+    """
     x, found = _followed(x, (*_KEEPS_VALUE, "pmax", "pvary"), made_by)
     if found is None:
         return None

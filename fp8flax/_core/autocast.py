@@ -24,7 +24,13 @@ _entered = threading.local()
 """Each thread has a list ``settings`` here: the JAX contexts that it has entered, from the outermost."""
 
 _of_task: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("fp8flax_autocast", default=())
-"""The JAX contexts that an asyncio task has entered, and those under which it was created."""
+"""The JAX contexts that an asyncio task has entered, and those under which it was created.
+
+Two tasks of one thread, where the second must not run under the first one's recipe::
+
+    event                         settings of the thread    of task 1    of task 2
+    task 1 enters a, and awaits   [a]                       (a,)         ()
+    task 2 enters autocast        error: the last setting, a, is not of task 2"""
 
 _Ambient: TypeAlias = CustomRecipe | Literal["off"] | None
 """What ``autocast`` sets: a recipe, the end of FP8, or the default of each op."""
@@ -33,9 +39,8 @@ _Ambient: TypeAlias = CustomRecipe | Literal["off"] | None
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread.
 
-    Equal recipes share one object, so jit compares its cache keys by identity. To compare two recipes runs
-    Python code, and Python may then switch to another thread. That thread may change the cache of jit while
-    this thread reads it.
+    Equal recipes share one object, so jit compares its cache keys by identity. To compare recipes would run
+    Python code, during which another thread may change the cache of jit that this thread reads.
     """
 
     def __init__(self, recipe: _Ambient) -> None:

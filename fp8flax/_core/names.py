@@ -52,8 +52,8 @@ RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
 """The ``checkpoint_name`` of each tensor that an FP8 matmul keeps for its backward pass.
 
 The names stand for the quantized input, the quantized kernel, and the scales and amaxes. Quantized tensors
-are kept as FP8 codes in uint8. The input is kept unquantized if the recipe computes wgrad in high
-precision. The result of the forward GEMM is named ``"fp8_output"``. Use the names in policies for
+are kept as codes: FP8 in uint8, FP4 in uint4. The input is kept unquantized if the recipe computes wgrad in
+high precision. The result of the forward GEMM is named ``"fp8_output"``. Use the names in policies for
 ``jax.checkpoint`` and ``nn.remat``::
 
     policies = jax.checkpoint_policies

@@ -12,6 +12,7 @@ import numpy as np
 from fp8flax._core.measuring import statistics_of
 from fp8flax._core.names import ROLES
 from fp8flax._core.observe import Observing, Report, collect
+from fp8flax._core.ops.modes import Errors
 from fp8flax._core.options import check_function, check_no_train_state
 from fp8flax._core.tables import table_lines
 from fp8flax._core.types import PyTree, Role
@@ -125,17 +126,17 @@ def _records(reports: Sequence[Report]) -> dict[Tensor, np.ndarray]:
     Equal records of several devices count once.
     """
     sums: dict[Hashable, list[np.ndarray]] = defaultdict(list)
-    for (path, place, roles), device, _, numbers in reports:
-        if roles != ("output_grad",):  # a forward pass
-            sums[path, place, device].append(numbers[-1])
+    for one in reports:
+        if (of_kernel := Errors.of(one).of_kernel) is not None:
+            sums[*one.label[:2], one.device].append(np.asarray(of_kernel))
     # A loop whose kernel stays the same calls one layer several times.
     is_stack = {key: len({x.tobytes() for x in of_calls}) > 1 for key, of_calls in sums.items()}
     found: dict[Tensor, set[tuple[Any, ...]]] = defaultdict(set)
-    for (path, place, roles), device, call, numbers in reports:
-        if roles == ("output_grad",):
-            call = int(numbers[-1].ravel()[0])
+    for one in reports:
+        (path, place, roles), device, errors = one.label, one.device, Errors.of(one)
+        call = one.call if errors.call is None else int(errors.call.ravel()[0])
         *kernels, _ = sums[path, place, device][call].shape
-        for role, records in zip(roles, numbers):
+        for role, records in zip(roles, errors.of_roles):
             shape = np.broadcast_shapes(kernels, records.shape[:-2])
             records = np.broadcast_to(records, (*shape, *records.shape[-2:]))
             for i in np.ndindex(shape):

@@ -1,8 +1,16 @@
 """Chooses the backends of GEMMs, and how tensors are quantized in blocks of FP8.
 
-On NVIDIA GPUs a product of FP8 codes runs by the first backend of a table that supports it. ``emulated``
-multiplies the same values if none does, and on all other devices. A backend is added by a file and by its
-name in ``BACKENDS``.
+On NVIDIA GPUs a product of FP8 codes runs by the first of the ``BACKENDS`` that supports it. ``emulated``
+multiplies the same values if none does, and on all other devices. Three choices nest around a GPU kernel,
+each made at another time; for scales per block::
+
+    custom_vmap                     traced under jax.vmap?       the batch becomes a dimension of the GEMM
+      lax.platform_dependent        lowered for which platform?
+        default                                                  in_xla: plain JAX
+        cuda: choose_at_lowering    lowered for what devices?
+          whole                     one                          the GPU kernel
+          in_parts                  several, of jax.jit          on_shards: the GPU kernel on each part
+          in_xla                    several, in other ways       plain JAX
 """
 
 from __future__ import annotations

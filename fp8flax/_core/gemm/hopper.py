@@ -33,7 +33,7 @@ from fp8flax._core.gemm.gemm import (
     from_matrices,
 )
 from fp8flax._core.gemm.gpus import fits_kernels, is_hopper, num_cores
-from fp8flax._core.gemm.mosaic import HALF, in_units, load
+from fp8flax._core.gemm.mosaic import HALF, in_units, load, repeated
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import Dims, QTensor, Quantizer, padded, round_up
 
@@ -192,16 +192,15 @@ def tiled_gemm(
     # The interpreter cannot multiply by a transposed reference, so it gets the right operand transposed.
     order = -1 if is_interpreted else 1
 
-    def repeated(scale: jax.Array, axis: int) -> jax.Array:
-        """Repeats a vector of scales along ``axis`` of a warpgroup's half of a tile."""
-        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
-
     def pipeline(add_step: Any, compute: Any, t: Index, j: Index, tables: Any) -> Any:
         """Returns the pipeline that computes the tile ``(t, j)``.
 
-        A thread block has three warpgroups. One warp of the third copies the operands of each step to
-        shared memory, some steps ahead. The other two compute half of the tile each: they call
-        ``compute(run)``, and ``run(zeros)`` calls ``add_step`` for each step and returns the last sum.
+        A thread block has three warpgroups. From left to right, for a tile of three steps::
+
+            2, one warp   copies 0   copies 1   copies 2      to shared memory, up to ``stages`` ahead
+            0 and 1                  adds 0     adds 1     adds 2     writes    each half of the tile
+
+        Warpgroups 0 and 1 call ``compute(run)``. ``run(zeros)`` adds by ``add_step``, and returns the sum.
         """
 
         def spec(shape: tuple[int, int], at: Callable[[Step], Any], **options: Any) -> Any:
@@ -225,47 +224,30 @@ def tiled_gemm(
             compute_context=compute,
         )
 
+    def add_step(mine: Any, scale_at: Any, index: Any, lhs: Ref, rhs: Ref, scales: Ref, *more: Any) -> Any:
+        """Returns the sum of the rows ``mine`` after a step: the sum before, and scaled products."""
+        *column_scales, total = more  # the scales of columns only if they are an operand
+
+        def multiply(sums: Ref) -> jax.Array:
+            plgpu.wgmma(sums, lhs.at[mine], rhs if is_interpreted else rhs.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        # A load before the product is hidden behind it. The scales of all columns are loaded after it,
+        # because before it there are no registers left for them.
+        of_rows = load(scales, (0, mine), layout.reduce(1), interpret)
+        if is_square:
+            scale = repeated(of_rows * scale_at(index[0]), 1)
+        sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
+        if not is_square:
+            scale = repeated(of_rows, 1)
+            scale *= repeated(load(column_scales[0], (0,), layout.reduce(0), interpret), 0)
+        new = total + sums * scale
+        return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new
+
     def kernel(lhs: Ref, rhs: Ref, lhs_scale: Ref, rhs_scale: Ref, *refs: Ref, result: Ref) -> None:
         *tables, out = refs
         fetched = [lhs, rhs, lhs_scale, rhs_scale][: 2 + num_scales]
-
-        def compute_half(warpgroup: Index, mine: Any, allocations: Any, t: Index, j: Index) -> None:
-            """Computes the rows ``mine`` of a tile of the result: those of this warpgroup."""
-
-            def add_step(index: Any, lhs_tile: Ref, rhs_tile: Ref, row_scales: Ref, *more: Any) -> Any:
-                """Returns the sum after a step: the sum before, and the products times their scales."""
-                *column_scales, total = more  # the scales of columns only if they are an operand
-
-                def multiply(sums: Ref) -> jax.Array:
-                    columns = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
-                    plgpu.wgmma(sums, lhs_tile.at[mine], columns)
-                    plgpu.wgmma_wait(0)
-                    return sums[...]
-
-                # A load before the product is hidden behind it. The scales of all columns are loaded after
-                # it, because before it there are no registers left for them.
-                of_rows = load(row_scales, (0, mine), layout.reduce(1), interpret)
-                if is_square:
-                    place = step(t, index[0], *tables)
-                    scale = repeated(of_rows * rhs_scale[place.depth, place.rhs + j], 1)
-                sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
-                if not is_square:
-                    scale = repeated(of_rows, 1)
-                    scale *= repeated(load(column_scales[0], (0,), layout.reduce(0), interpret), 0)
-                new = total + sums * scale
-                return jnp.where(repeated(of_rows, 1) != 0, new, total) if skips_rows else new
-
-            def compute(run: Any) -> None:
-                zeros = jnp.zeros((HALF, TILE), jnp.float32)
-                total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
-                # The copy of the last tile runs while this tile is computed, and must end here.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                result[warpgroup] = total.astype(out_dtype)
-                plgpu.commit_smem()
-                rows = pl.ds(t * TILE + warpgroup * HALF, HALF)
-                plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[rows, pl.ds(j * TILE, TILE)])
-
-            pipeline(add_step, compute, t, j, tables)(*fetched, allocations=allocations)
 
         # A pipeline that never runs gives the shared memory and the barriers that all tiles then use.
         first, nothing = jnp.int32(0), lambda *_: None
@@ -280,7 +262,23 @@ def tiled_gemm(
             def _(loop: Any) -> None:
                 # This order lets neighbouring cores share most of what they read.
                 t, j = plgpu.planar_snake(loop.index[0], (m, n), 1, _STRIP)
-                compute_half(warpgroup, mine, allocations, t, j)
+
+                def scale_at(s: Index) -> Any:  # if 128 rows of the right operand share a scale
+                    place = step(t, s, *tables)
+                    return rhs_scale[place.depth, place.rhs + j]
+
+                def compute(run: Any) -> None:
+                    zeros = jnp.zeros((HALF, TILE), jnp.float32)
+                    total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
+                    # The copy of the last tile runs while this tile is computed, and must end here.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    result[warpgroup] = total.astype(out_dtype)
+                    plgpu.commit_smem()
+                    rows = pl.ds(t * TILE + warpgroup * HALF, HALF)
+                    plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[rows, pl.ds(j * TILE, TILE)])
+
+                add = partial(add_step, mine, scale_at)
+                pipeline(add, compute, t, j, tables)(*fetched, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

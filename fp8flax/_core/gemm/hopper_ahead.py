@@ -21,7 +21,7 @@ from fp8flax._core.gemm import hopper
 from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, Ref, from_matrices
 from fp8flax._core.gemm.gpus import new_kernels, num_cores
 from fp8flax._core.gemm.hopper import Index, Operand
-from fp8flax._core.gemm.mosaic import HALF, in_units, load
+from fp8flax._core.gemm.mosaic import HALF, in_units, load, repeated
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor, Quantizer, round_up
 
@@ -42,7 +42,7 @@ class Config:
     staggers: bool = True
     """Whether the second warpgroup starts each tile one wave later."""
     one_releases: bool = True
-    """Whether one thread of a warpgroup says that operands were read, not all."""
+    """Whether one thread of a warpgroup says that operands were read, not all; always in a cluster."""
     strip: int = 8
     """The width, in tiles, of a strip of columns that the cores compute after one another."""
 
@@ -82,26 +82,32 @@ def block_gemm(
     (m, depth), n, stages, waves = lhs.shape, rhs.shape[0], config.stages, config.waves
     rows, steps = TILE * waves, depth // SCALE_COLUMNS  # of a tile of the result
     is_square = rhs_scale.shape[1] < n  # 128 rows of the right operand share a scale
-    # With fewer steps a warpgroup could be ahead by more than a tile.
-    staggers = config.staggers and steps >= stages
+    staggers = config.staggers and steps >= stages  # see ``turn`` below
     num_m, num_n = m // rows, n // (TILE * config.cluster)
     grid = min(num_cores() // config.cluster, num_m * num_n)
     strip_width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
     layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
+    # One thread of a warpgroup arrives at a barrier of a cluster; all 128 arrive at any other barrier. So
+    # ``free`` is a barrier of a cluster, also of one core, if one thread alone is to arrive.
+    one_releases = config.one_releases or is_cluster
     multicast = {"collective_axes": "cluster"} if is_cluster else {}
 
-    def repeated(scale: jax.Array, axis: int) -> jax.Array:
-        """Repeats a vector of scales along ``axis`` of a wave."""
-        return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
-
-    # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp copies:
-    # it waits until a slot is ``free``, and its copies arrive at ``full``. Two warpgroups multiply: they
-    # wait for ``full``, and arrive at ``free`` when they have read the slot. By ``turn`` the first
-    # warpgroup lets the second one start a tile.
+    # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp of each
+    # core copies, and the warpgroups 0 and 1 multiply:
+    #
+    #   barrier     who arrives              after                              who waits    before
+    #   full[slot]  the 3 or 4 copies        their bytes came, of both cores    warpgroups   they read it
+    #   free[slot]  warpgroups of all cores  the start, and reading the slot    the warp     a copy, the end
+    #   turn        warpgroup 0              multiplying wave 0 of its step 0   warpgroup 1  the same tile
+    # ``full`` and ``free`` complete once per step, ``turn`` once per tile. Two facts rule out a deadlock:
+    # * Each wait is for something earlier. A step waits for its copies. They wait until the step that had
+    #   the slot before was read. A tile of warpgroup 1 waits for step 0 of warpgroup 0.
+    # * No barrier completes twice before a wait, because the wait would miss that. The copies are at most
+    #   ``stages`` steps ahead of the slower warpgroup. So if a tile has at least ``stages`` steps,
+    #   warpgroup 1 has started a tile when warpgroup 0 arrives at ``turn`` in the next one.
     def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
         lhs, rhs, lhs_scale, rhs_scale, out = refs
-        codes, columns = shared["codes"], shared["columns"]
-        row_scales, column_scales = shared["row_scales"], shared["column_scales"]
+        codes, columns, row_scales = shared["codes"], shared["columns"], shared["row_scales"]
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         rank = lax.axis_index("cluster") if is_cluster else 0
 
@@ -136,13 +142,14 @@ def block_gemm(
                     plgpu.copy_gmem_to_smem(lhs_scale.at[k, down], row_scales.at[slot], full.at[slot])
                     if not is_square:
                         scales = rhs_scale.at[k, across]
-                        plgpu.copy_gmem_to_smem(scales, column_scales.at[slot], full.at[slot])
+                        plgpu.copy_gmem_to_smem(scales, shared["column_scales"].at[slot], full.at[slot])
                     return carry
 
                 for_steps(count, fetch, 0)
 
             for_tiles(fetch_tile)
-            for slot in range(stages):  # the other core of a cluster may still arrive here
+            # The warpgroups of another core may still arrive here, so this core must not end before.
+            for slot in range(stages):
                 plgpu.barrier_wait(free.at[slot])
 
         @pl.when(warpgroup == 2)
@@ -165,9 +172,7 @@ def block_gemm(
                 def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     scale: Any = rhs_scale[k, j] if is_square else None
                     plgpu.barrier_wait(full.at[slot])
-                    of_rows = [
-                        load(row_scales, (slot, place), layout.reduce(1), interpret) for place in mine
-                    ]
+                    of_rows = [load(row_scales, (slot, at), layout.reduce(1), interpret) for at in mine]
                     new = []
                     for wave, (place, total) in enumerate(zip(mine, totals)):
 
@@ -179,15 +184,14 @@ def block_gemm(
 
                         sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
                         if staggers and wave == 0:
-                            arrive = lambda: plgpu.barrier_arrive(turn.at[0])  # noqa: E731
-                            pl.when((k == 0) & (warpgroup == 0))(arrive)
+                            pl.when((k == 0) & (warpgroup == 0))(lambda: plgpu.barrier_arrive(turn))
                         if is_square:
                             factor = repeated(of_rows[wave] * scale, 1)
                         else:
-                            of_columns = load(column_scales, (slot,), layout.reduce(0), interpret)
+                            of_columns = load(shared["column_scales"], (slot,), layout.reduce(0), interpret)
                             factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
                         if wave == waves - 1:
-                            if config.one_releases and not is_square:
+                            if one_releases and not is_square:
                                 # All threads of the warpgroup have read the scales of the columns.
                                 plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
                             plgpu.barrier_arrive(free.at[slot])
@@ -195,7 +199,7 @@ def block_gemm(
                     return tuple(new)
 
                 if staggers:
-                    pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn.at[0]))
+                    pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn))
                 zeros = jnp.zeros((HALF, TILE), jnp.float32)
                 zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
                 for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
@@ -211,7 +215,6 @@ def block_gemm(
 
     arrivals: dict[str, Any] = {"num_arrivals": 2, "num_barriers": stages}
     of_cluster = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
-    has_cluster_barrier = is_cluster or config.one_releases
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -229,11 +232,11 @@ def block_gemm(
             "codes": plgpu.SMEM((stages, rows, SCALE_COLUMNS), lhs.dtype, transforms=in_units(1)),
             "columns": plgpu.SMEM((stages, TILE, SCALE_COLUMNS), rhs.dtype, transforms=in_units(1)),
             "row_scales": plgpu.SMEM((stages, rows), jnp.float32),
-            "column_scales": plgpu.SMEM((stages, TILE if not is_square else 32), jnp.float32),
+            **({} if is_square else {"column_scales": plgpu.SMEM((stages, TILE), jnp.float32)}),
             "result": plgpu.SMEM((2, HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
             "full": plgpu.Barrier(num_arrivals=3 if is_square else 4, num_barriers=stages),
-            "free": of_cluster if has_cluster_barrier else plgpu.Barrier(**arrivals),
-            "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+            "free": of_cluster if one_releases else plgpu.Barrier(**arrivals),
+            "turn": plgpu.Barrier(),
         },
         interpret=interpret,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 
 from fp8flax._core.gemm.gemm import TILE, Ref
 
@@ -17,6 +18,11 @@ def in_units(itemsize: int) -> tuple[Any, ...]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128)
+
+
+def repeated(scale: jax.Array, axis: int) -> jax.Array:
+    """Repeats a vector of scales along ``axis`` of an accumulator of a warpgroup."""
+    return lax.broadcast_in_dim(scale, (HALF, TILE), (1 - axis,))
 
 
 def load(ref: Ref, index: Any, layout: Any, interpret: Any = None) -> jax.Array:

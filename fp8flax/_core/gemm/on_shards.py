@@ -146,7 +146,9 @@ def _split(kernel: Function, operands: list[NamedDims], results: list[NamedDims]
         The rule of ``(m, k), (k, n) -> (m, n)`` is ``d0 d1, d1 d2 -> d0 d2``, with a factor for each name.
         A factor is as large as the smallest of its dimensions, the number of blocks. If that is no multiple
         of the number of devices, Shardy could split it unevenly. Then the dimensions of blocks have factors
-        of their own (``u0``, ...), as those without a name have, and ``partition`` splits them alike.
+        of their own, as those without a name have, and ``partition`` splits them alike. For example, for 2
+        devices, codes ``(m, k)`` with ``(3, 4)`` blocks, their scales ``(m, k)`` and a result ``(m, None)``
+        have the rule ``d0 d1, u2 d1 -> d0 u5``: ``u2`` for 3 scales, ``u5`` for no name.
         """
         arrays = [*zip((*operands, *results), (*operand_types, *result_types))]
         factors: list[str] = []

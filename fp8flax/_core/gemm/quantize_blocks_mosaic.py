@@ -53,12 +53,15 @@ def block_quantize(
             return jnp.full((size,), scale_of(quantizer, amax))
         return scale_of(quantizer, plgpu.layout_cast(jnp.full((size,), amax), wgmma.reduce(axis)))
 
-    def kernel(x: Ref, *refs: Ref, tile: Ref, made: Ref, made_down: Ref, of: Ref, ready: Ref) -> None:
-        codes, transposed, scales, other_scales = refs
+    def kernel(
+        x: Ref, *refs: Ref, tile: Ref, codes: Ref, down_codes: Ref, scales: Ref, source_ready: Ref
+    ) -> None:
+        """Quantizes a tile by rows and by columns, the latter transposed; ``scales[0]`` are of the rows."""
+        out_codes, out_down_codes, out_scales, out_down_scales = refs
         b, i, j = (lax.axis_index(name) for name in ("batch", "row", "column"))
         down, across = pl.ds(i * TILE, TILE), pl.ds(j * TILE, TILE)
-        plgpu.copy_gmem_to_smem(x.at[b, down, across], tile, ready)
-        plgpu.barrier_wait(ready)
+        plgpu.copy_gmem_to_smem(x.at[b, down, across], tile, source_ready)
+        plgpu.barrier_wait(source_ready)
 
         def loaded(*index: Any) -> tuple[jax.Array, jax.Array]:
             return numbers(load(tile, index, wgmma, interpret), inf_is_nan, rounded_to)
@@ -72,25 +75,25 @@ def block_quantize(
         for half in halves:
             values, finite = loaded(half, whole)
             scale = scales_of(amax if is_square else jnp.max(finite, axis=1), HALF, 1)
-            made[half, :], of[0, half] = over(scale, 1, values).astype(dtype), scale
-        of[1] = scales_of(amax, TILE, 0)
+            codes[half, :], scales[0, half] = over(scale, 1, values).astype(dtype), scale
+        scales[1] = scales_of(amax, TILE, 0)
         plgpu.commit_smem()
         for half in halves:
             values, _ = loaded(whole, half)
-            values = over(load(of, (1, half), wgmma.reduce(0), interpret), 0, values)
+            values = over(load(scales, (1, half), wgmma.reduce(0), interpret), 0, values)
             if interpret:
-                made_down[half, :] = values.astype(dtype).T
+                down_codes[half, :] = values.astype(dtype).T
             else:
-                view = plgpu.transpose_ref(made_down.at[half, whole], (1, 0))
+                view = plgpu.transpose_ref(down_codes.at[half, whole], (1, 0))
                 view[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(made, codes.at[b, down, across])
-        plgpu.copy_smem_to_gmem(made_down, transposed.at[b, across, down])
+        plgpu.copy_smem_to_gmem(codes, out_codes.at[b, down, across])
+        plgpu.copy_smem_to_gmem(down_codes, out_down_codes.at[b, across, down])
         if is_square:
-            scales[b, j, i] = other_scales[b, i, j] = of[1, 0]
+            out_scales[b, j, i] = out_down_scales[b, i, j] = scales[1, 0]
         else:
-            plgpu.copy_smem_to_gmem(of.at[0], scales.at[b, j, down])
-            plgpu.copy_smem_to_gmem(of.at[1], other_scales.at[b, i, across])
+            plgpu.copy_smem_to_gmem(scales.at[0], out_scales.at[b, j, down])
+            plgpu.copy_smem_to_gmem(scales.at[1], out_down_scales.at[b, i, across])
         plgpu.wait_smem_to_gmem(0)
 
     def shared(dtype: DTypeLike) -> Any:
@@ -103,8 +106,8 @@ def block_quantize(
     run = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((batch, *shape), of)
-            for shape, of in zip(shapes, (dtype, dtype, np.float32, np.float32))
+            jax.ShapeDtypeStruct((batch, *shape), out_dtype)
+            for shape, out_dtype in zip(shapes, (dtype, dtype, np.float32, np.float32))
         ],
         grid=(batch, row_blocks, column_blocks),
         grid_names=("batch", "row", "column"),
@@ -113,14 +116,14 @@ def block_quantize(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types={
             "tile": shared(x.dtype),
-            "made": shared(dtype),
-            "made_down": shared(dtype),
-            "of": plgpu.SMEM((2, TILE), jnp.float32),
-            "ready": plgpu.Barrier(),
+            "codes": shared(dtype),
+            "down_codes": shared(dtype),
+            "scales": plgpu.SMEM((2, TILE), jnp.float32),
+            "source_ready": plgpu.Barrier(),
         },
         interpret=interpret,
     )
     with jax.enable_x64(False):
-        made = run(x)
-    codes, transposed, scale, other_scale = (vary_alike(array, x)[0] for array in made)
-    return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(transposed, 1, 2), other_scale)
+        results = run(x)
+    codes, down_codes, scale, down_scale = (vary_alike(array, x)[0] for array in results)
+    return (codes, jnp.swapaxes(scale, 1, 2)), (jnp.swapaxes(down_codes, 1, 2), down_scale)

@@ -29,20 +29,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.provenance import before_cast
+from fp8flax._core import names
 from fp8flax._core.axes import manual_axes, merge_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.gemm import AnyTensor, Gemm
 from fp8flax._core.gemm.gpus import compute_capability
-from fp8flax._core.names import (
-    DGRAD,
-    FORWARD,
-    KERNEL_FORWARD_NAME,
-    OPERANDS,
-    OUTPUT_NAME,
-    RESIDUAL_NAMES,
-    ROLES,
-    WGRAD,
-)
+from fp8flax._core.names import DGRAD, FORWARD, OPERANDS, ROLES, WGRAD
 from fp8flax._core.ops.canonical import Layout
 from fp8flax._core.qtensor import STATIC, Dims, Given, QTensor
 from fp8flax._core.quantizers import quantize_for_both
@@ -51,7 +43,7 @@ from fp8flax._core.scaling import delayed_amax
 from fp8flax._core.state.state import ScalingState, named_scaling
 from fp8flax._core.types import Accumulation
 
-_INPUT_NAME, _KERNEL_NAME, _ = RESIDUAL_NAMES
+_INPUT_NAME, _KERNEL_NAME, _ = names.RESIDUAL_NAMES
 
 Scales = dict[str, jax.Array]
 """A float32 scale, or an amax, of each tensor with delayed scaling, by role."""
@@ -219,7 +211,7 @@ def _forward(
     w, kept_w, w_amax = _operand(plan, "kernel", rhs, scales)
     with jax.named_scope(FORWARD):
         out = plan.original("output_grad", plan.product(FORWARD)(x, w))
-    return checkpoint_name(out, OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
+    return checkpoint_name(out, names.OUTPUT_NAME), (kept_x, kept_w), {**x_amax, **w_amax}
 
 
 @jax.jit
@@ -251,7 +243,17 @@ def _as_operand(grad: jax.Array, operand: jax.core.ShapedArray) -> jax.Array:
     return (lax.psum(grad, excess) if excess else grad).astype(operand.dtype)
 
 
-# Quantizing.
+# Quantizing. Barriers are for XLA. Policies of ``jax.checkpoint`` save arrays by their names.
+#
+#   barrier around                      without it, XLA
+#   A  a kernel's codes for dgrad, and  makes the codes beside AdamW, which overwrites the kernel, so it
+#      its scale of the forward GEMM    copies the kernel; with it, the forward GEMM waits for the codes
+#   B  codes and amax of another        reads the wide tensor once for each, and casts it once more for a
+#      tensor                           GEMM that takes it transposed
+#   name                                with it, a policy can save
+#   RESIDUAL_NAMES                      codes, scales and amaxes, and not the wide tensors
+#   KERNEL_FORWARD_NAME                 other codes of the kernel, once for all microbatches
+#   OUTPUT_NAME                         the result, which JAX's policies for dots do not see
 
 
 def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -> AnyTensor:
@@ -277,19 +279,15 @@ def quantized_twice(
     is_one_pass = one is not None and one.shares_pass(other)
     if is_one_pass and role == "kernel" and isinstance(first, QTensor) and not first.block:
         assert isinstance(second, QTensor)
-        # The forward GEMM waits for the second codes. XLA would make them beside AdamW, which overwrites
-        # the kernel, and would copy the kernel.
-        codes, scale = lax.optimization_barrier((second.codes, first.scale))
+        codes, scale = lax.optimization_barrier((second.codes, first.scale))  # A
         first, second = dataclasses.replace(first, scale=scale), dataclasses.replace(second, codes=codes)
     if is_one_pass or role == "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
         return first, second, amax
-    # XLA reads the wide tensor once, for codes and amax, and does not cast it again for a GEMM that takes
-    # it transposed.
     operands = [first] if first is second else [first, second]
     codes = [x.codes for x in operands if isinstance(x, QTensor)]
-    codes, amax = lax.optimization_barrier((codes, amax))
+    codes, amax = lax.optimization_barrier((codes, amax))  # B
     made = [dataclasses.replace(x, codes=codes.pop(0)) if isinstance(x, QTensor) else x for x in operands]
     return made[0], made[-1], amax
 
@@ -320,6 +318,6 @@ def _operand(
         # the saved codes.
         first = kept.from_bits()
     elif role == "kernel" and isinstance(first, QTensor):
-        as_named = partial(checkpoint_name, name=KERNEL_FORWARD_NAME)
+        as_named = partial(checkpoint_name, name=names.KERNEL_FORWARD_NAME)
         first = jax.tree.map(as_named, first.as_bits()).from_bits()
     return first, kept, named_scaling(amax)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import merge_amax, on_automatic_axes
-from fp8flax._core.measuring import Numbers, numbers_of
+from fp8flax._core.measuring import Number, Numbers, numbers_of
 from fp8flax._core.names import OPERANDS
-from fp8flax._core.observe import mode, report, report_amax
+from fp8flax._core.observe import Report, mode, report, report_amax
 from fp8flax._core.ops.contract import Contraction, Operands, Scales, States
 from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.types import PyTree
@@ -28,6 +28,24 @@ Tensors = dict[str, jax.Array]
 
 Seen: TypeAlias = tuple[list[jax.Array], jax.Array | None]
 """The tensors after their report, and the number of the call."""
+
+
+class Errors(NamedTuple):
+    """What an op reports for ``statistics`` in one pass; its leaves are the arrays of the report."""
+
+    of_roles: Sequence[Number]
+    """The ``Numbers`` of the tensor of each role, one row for each of its quantizers."""
+    of_kernel: Number | None = None
+    """Sums of the kernel, which differ if kernels differ. Only in a forward pass."""
+    call: Number | None = None
+    """The number of the call, from the report of its forward pass. Only in a backward pass."""
+
+    @classmethod
+    def of(cls, report: Report) -> Errors:
+        """Returns the record that an op has reported."""
+        *of_roles, last = report.numbers
+        is_backward = report.label[2] == ("output_grad",)
+        return cls(of_roles, call=last) if is_backward else cls(of_roles, last)
 
 
 def observed(
@@ -74,12 +92,7 @@ def _with_amax(tensors: Tensors, plan: Contraction, states: States, *_: object) 
 
 
 def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyTree) -> Seen:
-    """Reports the ``Numbers`` of each tensor for ``statistics``.
-
-    The label of the report is ``(path, place, roles)``. It has the numbers of the tensor of each role, one
-    row for each of its quantizers. The last array of a forward pass are sums of the kernel, which differ if
-    kernels differ. That of a backward pass is the number of its call.
-    """
+    """Reports the ``Errors`` of a pass for ``statistics``, under the label ``(path, place, roles)``."""
     plan, _, scales, call = lax.stop_gradient(args)
     roles = tuple(role for role in tensors if any(plan.recipe.of_role(role)))
 
@@ -93,14 +106,14 @@ def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyT
         counted = Numbers._fields.index("nonfinite")
         return jnp.stack([found[0], *(each.at[counted].set(0) for each in found[1:])])
 
-    def measured(tensors: Tensors, scales: Scales) -> list[jax.Array]:
-        found = [numbers(role, tensors[role], scales) for role in roles]
-        if "kernel" in tensors:
-            wide = tensors["kernel"].astype(np.float32)
-            found.append(jnp.stack([jnp.sum(wide), jnp.sum(jnp.abs(wide))]))
-        return found
+    def measured(tensors: Tensors, scales: Scales) -> Errors:
+        found = Errors([numbers(role, tensors[role], scales) for role in roles])
+        if "kernel" not in tensors:
+            return found
+        wide = tensors["kernel"].astype(np.float32)
+        return found._replace(of_kernel=jnp.stack([jnp.sum(wide), jnp.sum(jnp.abs(wide))]))
 
     first, *others = tensors.values()
-    found = on_automatic_axes(measured, first)(lax.stop_gradient(tensors), scales)
-    first, number = report(first, (path, place, roles), *found, *([] if call is None else [call]))
+    found = on_automatic_axes(measured, first)(lax.stop_gradient(tensors), scales)._replace(call=call)
+    first, number = report(first, (path, place, roles), *jax.tree.leaves(found))
     return [first, *others], number

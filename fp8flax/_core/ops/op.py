@@ -42,9 +42,10 @@ class Op:
     """Describes an op to the rest of the package; each op has a subclass, which has no instances.
 
     An op has two operands, ``lhs`` (the input) and ``rhs`` (the kernel), and further arguments. The
-    subclass defines ``__call__`` with the signature of the JAX function that the op stands for. It calls
-    ``self._run(lhs, rhs, *arguments)`` with all arguments in the order of ``plain``. The Linen op and the
-    NNX op take this ``__call__``, and have the subclass as their ``op_type``.
+    subclass defines ``__call__`` with the signature of the JAX function that the op stands for. Its
+    ``self`` is any object with two attributes: ``_run(lhs, rhs, *arguments)``, which takes all arguments in
+    the order of ``plain``, and ``_is_off``. Others borrow ``__call__``: the Linen op and the NNX op, whose
+    ``op_type`` is the subclass, and ``calling``, which passes a ``SimpleNamespace`` of the two as ``self``.
     """
 
     name: ClassVar[str]
@@ -124,7 +125,7 @@ class Op:
 def calling(op: type[Op], run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Returns a function with the signature of an op, which computes with ``run``."""
     call: Any = vars(op)["__call__"]
-    return partial(call, SimpleNamespace(_run=run, _is_off=False))
+    return partial(call, SimpleNamespace(_run=run, _is_off=False))  # the ``self`` of the call
 
 
 class MissingStateError(ValueError):

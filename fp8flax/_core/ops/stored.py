@@ -14,7 +14,7 @@ from fp8flax._core.axes import on_automatic_axes
 from fp8flax._core.formats import E2M1
 from fp8flax._core.gemm.dispatch import warn_if_emulated
 from fp8flax._core.names import FORWARD, KEPT_WIDE
-from fp8flax._core.ops.canonical import DimensionNumbers, Layout
+from fp8flax._core.ops.canonical import DimensionNumbers, Layout, Shape
 from fp8flax._core.ops.contract import Contraction, Scales, quantized_once
 from fp8flax._core.ops.op import Op
 from fp8flax._core.qtensor import QTensor, Quantizer
@@ -31,10 +31,8 @@ class StoredContraction(Contraction):
     def stored(self, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
         """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
 
-        The scales are as inference servers read them: scales per slice have the dimensions of the kernel,
-        scales per block the shape ``(*batch, 1, output blocks, contracted blocks)``. A stack of kernels,
-        such as those of experts, has the shape ``(*batch, 1)`` for a scale per kernel. In NVFP4 each output
-        feature has scales of its own. Only delayed scaling reads ``scale``.
+        The scales are as inference servers read them. In NVFP4 each output feature has scales of its own.
+        Only delayed scaling reads ``scale``.
         """
         (quantizer, _), (dims, _) = self.recipe.of_role("kernel"), self.dims["kernel"]
         assert quantizer is not None
@@ -61,18 +59,30 @@ class StoredContraction(Contraction):
         """Returns the layout of several scales of a kernel: its shape is that of the stored scales."""
         kernel, dims = self.layouts["kernel"], self.dims["kernel"][0]
         (depth,) = dims.contract  # the dimensions before it are batch dimensions
-        batch, ones = kernel.canonical[:depth], (1,) * (dims.ndim - depth)
         if quantizer.block:
-            block = dims.block(quantizer.block)
-            _, *counts = (-(-n // width) for n, width in zip(kernel.canonical[depth:], block[depth:]))
-            blocks = -(-kernel.canonical[depth] // block[depth])
-            stored = *batch, 1, math.prod(counts), blocks
-            return Layout(stored, (*range(depth + 1), depth + 2, depth + 1), (*batch, blocks, *counts))
+            return _scales_of_blocks(kernel.canonical, depth, dims.block(quantizer.block))
         if quantizer.has_one_scale:
-            return Layout((*batch, 1), tuple(range(depth + 1)), (*batch, *ones))
-        (_, contract), _ = self.dimension_numbers
-        shape = tuple(1 if i in contract else size for i, size in enumerate(kernel.shape))
-        return Layout(shape, kernel.order, (*batch, 1, *kernel.canonical[depth + 1 :]))
+            return _scale_of_kernel(kernel.canonical, depth)
+        return _scales_of_slices(kernel, depth, {*self.dimension_numbers[0][1]})
+
+
+def _scales_of_blocks(sizes: Shape, depth: int, block: Shape) -> Layout:
+    """Returns the layout of scales stored as ``(*batch, 1, output blocks, contracted blocks)``."""
+    batch = sizes[:depth]
+    blocks, *counts = (-(-n // width) for n, width in zip(sizes[depth:], block[depth:]))
+    stored = *batch, 1, math.prod(counts), blocks
+    return Layout(stored, (*range(depth + 1), depth + 2, depth + 1), (*batch, blocks, *counts))
+
+
+def _scale_of_kernel(sizes: Shape, depth: int) -> Layout:
+    """Returns the layout of a scale for each kernel of a stack, stored as ``(*batch, 1)``."""
+    return Layout((*sizes[:depth], 1), (*range(depth + 1),), sizes[:depth] + (1,) * (len(sizes) - depth))
+
+
+def _scales_of_slices(kernel: Layout, depth: int, contracted: set[int]) -> Layout:
+    """Returns the layout of scales stored with the dimensions of the kernel."""
+    shape = tuple(1 if i in contracted else size for i, size in enumerate(kernel.shape))
+    return Layout(shape, kernel.order, (*kernel.canonical[:depth], 1, *kernel.canonical[depth + 1 :]))
 
 
 def packed_kernel(plan: StoredContraction, kernel: jax.Array, scale: jax.Array | None) -> QTensor:

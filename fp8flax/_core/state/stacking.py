@@ -39,10 +39,8 @@ def for_each_tensor(
     groups: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
     for i, each in enumerate(zip(*args)):
         leaves, treedef = jax.tree.flatten(each)
-        shardings = [
-            x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
-            for x in leaves
-        ]
+        # Outside of jit, arrays may be on different devices: one jitted function does not take them all.
+        shardings = [getattr(x, "sharding", None) for x in leaves if not isinstance(x, jax.core.Tracer)]
         groups[treedef, *map(jax.typeof, leaves), *shardings].append(i)
     results: dict[int, PyTree] = {}
     for members in groups.values():

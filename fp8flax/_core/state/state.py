@@ -26,14 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._compat.max_dtype import (
-    fp8_meta,
-    from_max_dtype,
-    is_max_dtype,
-    pack_meta,
-    to_floats,
-    unpack_meta,
-)
+from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype, to_floats
 from fp8flax._compat.provenance import is_constant_of_loop
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
@@ -41,6 +34,7 @@ from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import amax_to_scale, is_usable, push_amax
 from fp8flax._core.shapes import Float32, Shaped
+from fp8flax._core.state.meta import fp8_meta, pack_meta, unpack_meta
 from fp8flax._core.state.stacking import for_each_tensor
 from fp8flax._core.types import PyTree
 
@@ -168,9 +162,8 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
     if missing:  # tracing a function with a derivative of its own costs time, also for no states
         # Each meta is an array of its own. XLA for GPUs would need one kernel per tensor to split an array
         # of all metas.
-        made = [
-            pack_meta(*numbers) for numbers in for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
-        ]
+        numbers = for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
+        made = [pack_meta(*three) for three in numbers]
         metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing, missing))
     return [
         ScalingState(
@@ -212,7 +205,7 @@ def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> Scali
 
 @jax.jit
 def next_state_of(old: ScalingState, new: ScalingState) -> ScalingState:
-    """Returns ``new``. In a traced program the call says, to ``_train.check``, that it follows ``old``."""
+    """Returns ``new``. ``_train.check`` finds the call by this function's name: ``new`` follows ``old``."""
     # A name does nothing. But JAX takes a result that is an argument, as it is, for no result of the call.
     return jax.tree.map(partial(checkpoint_name, name="fp8_next_state"), new)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._compat.max_dtype import fp32_max_grad, of_floats, pack_meta, unpack_meta
+from fp8flax._compat.max_dtype import fp32_max_grad, of_floats
 from fp8flax._core.scaling import push_amax
+from fp8flax._core.state.meta import pack_meta, unpack_meta
 from fp8flax._core.state.state import (
     ScalingState,
     calibrated_state,

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import fp8_meta, pack_meta, to_floats
+from fp8flax._compat.max_dtype import to_floats
 from fp8flax._core import names
 from fp8flax._core.state import tree
+from fp8flax._core.state.meta import fp8_meta, pack_meta
 from fp8flax._train.check import checked_next_state
 from tests.cases import OWG, assert_trees_equal
 
