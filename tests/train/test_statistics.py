@@ -410,3 +410,16 @@ def test_plot():
     expected = [[25, 100], [0, np.nan], [np.nan, 0]]
     np.testing.assert_array_equal(underflow.images[0].get_array().filled(np.nan), expected)
     assert np.isnan(scale.images[0].get_array().filled(np.nan)[1:]).all()  # of zeros
+
+
+def test_a_recipe_that_casts_no_output_gradient():
+    """The backward pass has nothing to report, and the layer has its own name."""
+    recipe = fp8.CustomRecipe(forward=fp8.MXFP8BlockScaling().gemms.forward)
+    layer = nn.Dense(32, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    x = normal(0, 4, 32)
+    found = fp8.statistics(lambda v, x: jnp.sum(layer.apply(v, x) ** 2))(
+        layer.init(jax.random.key(0), x), x
+    )
+    assert {name: list(roles) for name, roles in found.items()} == {
+        "Fp8DotGeneralOp_0": ["input", "kernel"]
+    }

@@ -95,6 +95,8 @@ def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyT
     """Reports the ``Errors`` of a pass for ``statistics``, under the label ``(path, place, roles)``."""
     plan, _, scales, call = lax.stop_gradient(args)
     roles = tuple(role for role in tensors if any(plan.recipe.of_role(role)))
+    if not roles and "output_grad" in tensors:  # a wide backward pass has nothing to report
+        return [*tensors.values()], None
 
     def numbers(role: str, x: jax.Array, scales: Scales) -> jax.Array:
         x = plan.canonical(role, x)
