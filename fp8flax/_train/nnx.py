@@ -58,7 +58,8 @@ def value_and_grad(
     those of the parameters.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
+        TypeError: (when called) scaling state is not float32; or an argument is passed that ``f`` takes by
+            name alone, which ``nnx.value_and_grad`` refuses, too.
 
     Example:
         >>> from flax import nnx
@@ -72,14 +73,20 @@ def value_and_grad(
     """
     differentiated = argnums if isinstance(argnums, Sequence) else (argnums,)
     wanted = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in differentiated]
-    with_state = tuple(nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in wanted)
-    positions = [d.argnum for d in wanted]
 
     @functools.wraps(f)
     def value_and_grad_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
             bound = inspect.signature(f).bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
+            bound.apply_defaults()
+            if only_by_name := [name for name in bound.kwargs if name in kwargs]:
+                raise TypeError(
+                    f"Arguments that can be passed by name alone are not supported; got {only_by_name}. Bind "
+                    "them: functools.partial(f, name=value)."
+                )
+            args = bound.args
+        positions = [d.argnum + len(args) if d.argnum < 0 else d.argnum for d in wanted]
+        filters = [nnx.Any(d.filter, OverwriteWithGradient) for d in wanted]
         entered_state, leave = enter(state_of({i: args[i] for i in positions}))
 
         def of_entered(*args_and_entered: PyTree) -> PyTree:
@@ -96,7 +103,7 @@ def value_and_grad(
 
         nnx_value_and_grad = nnx.value_and_grad(
             of_entered,
-            argnums=(*with_state, len(args)),
+            argnums=(*map(nnx.DiffState, positions, filters), len(args)),
             has_aux=has_aux,
             holomorphic=holomorphic,
             # JAX takes the dtype that merges by maximum for an integer.

@@ -322,6 +322,159 @@ MISTAKES = {
 }
 
 
+def test_arguments_are_those_of_nnx():
+    """By name, behind others with defaults; numbered from the end; by name alone only if they are bound."""
+
+    def loss(model, x, rate=2.0, power=1.0, *, shift=0.0):
+        return rate * loss_of(model, x) ** power + shift
+
+    layer = linear()
+    bound = partial(loss, shift=1.0)
+    for f, kwargs in ((loss, {"power": 3.0}), (bound, {"power": 2.0}), (loss, {"x": X})):
+        args = (X,) if "x" not in kwargs else ()
+        value, grads = fp8nnx.value_and_grad(f)(layer, *args, **kwargs)
+        np.testing.assert_array_equal(value, f(layer, *args, **kwargs))
+        assert np.any(grads["kernel"].get_value())
+    for of_module in (fp8nnx.value_and_grad(loss), nnx.value_and_grad(loss)):
+        with pytest.raises(TypeError, match="shift|keyword"):
+            of_module(layer, X, shift=1.0)
+    _, (of_layer, of_x) = fp8nnx.value_and_grad(loss_of, argnums=(0, -1))(layer, X)
+    assert of_x.shape == X.shape
+    assert set(of_first) == {"dot_general", "kernel"}
+    assert set(of_second) == {"bias", "dot_general", "kernel"}
+    (alone,) = fp8nnx.grad(loss, argnums=(2,))(X, first, second)
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, (alone, of_second)))
+    fp8nnx.overwrite_state(first, of_first)
+    fp8nnx.overwrite_state(second, of_second)
+    both = nnx.List([first, second])
+    twice = fp8nnx.grad(lambda a, b: jnp.sum(a[0](X) + b(3 * X)), argnums=(0, 1))(both, second)
+    assert jnp.max(jnp.abs(X)) == twice[0][0]["dot_general"]["input_amax_history"].get_value()[0]
+
+
+def test_a_layer_that_the_loss_does_not_use_keeps_its_state():
+    layer = linear()
+    fp8nnx.overwrite_state(layer, fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer))
+    with pytest.raises(ZeroDivisionError):
+        fp8nnx.grad(lambda m: 1 / 0)(layer)
+    assert layer.dot_general.input_scale.get_value().dtype == jnp.float32
+    grads = fp8nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer)
+    kept, old = (nnx.to_pure_dict(nnx.state(x, fp8nnx.OverwriteWithGradient)) for x in (grads, layer))
+    jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
+def test_a_gradient_inside_of_another():
+    """Each of them has the state of its own loss. Only the reference form can be differentiated twice."""
+    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED, form="qdq")
+    layer = nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0))
+
+    def loss(model):
+        inner = fp8nnx.grad(lambda m: jnp.sum(m(X)))(model)
+        return jnp.sum(model(2 * X)), nnx.to_pure_dict(inner)
+
+    outer, inner = fp8nnx.grad(loss, has_aux=True)(layer)
+    for found, x in ((inner, X), (nnx.to_pure_dict(outer), 2 * X)):
+        expected = nnx.to_pure_dict(fp8nnx.grad(lambda m, x=x: jnp.sum(m(x)))(layer))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_arguments_that_are_passed_by_name():
+    model = linear()
+    expected, grads = fp8nnx.value_and_grad(loss_of)(model, X)
+    found, by_name = fp8nnx.value_and_grad(loss_of)(model=model, x=X)
+    jax.tree.map(np.testing.assert_array_equal, (found, by_name), (expected, grads))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_leave_no_trace(bad):
+    layer = linear()
+    x = X.at[0, 0].set(bad)
+    loss, grads = fp8nnx.value_and_grad(lambda m: jnp.sum(m(x)))(layer)
+    assert not np.isfinite(loss) or bad == np.inf
+    fp8nnx.overwrite_state(layer, grads)
+    op = layer.dot_general
+    assert op.input_amax_history.get_value().max() == 0
+    assert op.kernel_amax_history.get_value()[0] == jnp.max(jnp.abs(layer.kernel.get_value()))
+    for variable in jax.tree.leaves(nnx.to_pure_dict(nnx.state(layer, fp8nnx.OverwriteWithGradient))):
+        assert np.isfinite(variable).all()
+
+
+def test_empty_batches_and_models_without_state():
+    layer = linear()
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X[:0])))(layer)
+    fp8nnx.overwrite_state(layer, grads)
+    assert layer.dot_general.input_amax_history.get_value().max() == 0
+    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+    plain = nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0))
+    optimizer = optimizer_of(plain)
+    before = plain.kernel.get_value()
+    optimizer.update(plain, fp8nnx.grad(lambda m: jnp.sum(m(X)))(plain))
+    assert not np.array_equal(plain.kernel.get_value(), before)
+
+
+def test_optimizers_do_not_see_the_state():
+    layer = linear()
+    optimizer = optimizer_of(layer)
+    sizes = {leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))}
+    assert sizes == {1, 16, 16 * 16}
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
+    before = nnx.to_pure_dict(nnx.state(layer))
+    for wrong in (
+        nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer),
+        fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])),
+    ):
+        with pytest.raises(ValueError, match="another structure than the state"):
+            optimizer.update(layer, wrong)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
+    halved = nnx.to_pure_dict(grads)
+    halved["dot_general"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), halved["dot_general"])
+    nnx.update(grads, halved)
+    with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+        optimizer.update(layer, grads)
+
+
+def grads_of(model, x):
+    return fp8nnx.grad(lambda m: loss_of(m, x))(model)
+
+
+# tests/train/test_loops.py has more of them. The gradients that a loop gives to ``Optimizer.update``.
+MISTAKES = {
+    "clip over all gradients": lambda model: optax.clip_by_global_norm(1e-3).update(
+        grads_of(model, X), optax.EmptyState()
+    )[0],
+    "microbatches added up": lambda model: jax.tree.map(
+        jnp.add, grads_of(model, X), grads_of(model, 2 * X)
+    ),
+    "two calls with nnx.grad": lambda model: nnx.grad(
+        lambda m: loss_of(m, X) + loss_of(m, 2 * X),
+        argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)),
+    )(model),
+}
+
+
+def test_arguments_are_those_of_nnx():
+    """By name, behind others with defaults; numbered from the end; by name alone only if they are bound."""
+
+    def loss(model, x, rate=2.0, power=1.0, *, shift=0.0):
+        return rate * loss_of(model, x) ** power + shift
+
+    layer = linear()
+    bound = partial(loss, shift=1.0)
+    for f, kwargs in ((loss, {"power": 3.0}), (bound, {"power": 2.0}), (loss, {"x": X})):
+        args = (X,) if "x" not in kwargs else ()
+        value, grads = fp8nnx.value_and_grad(f)(layer, *args, **kwargs)
+        np.testing.assert_array_equal(value, f(layer, *args, **kwargs))
+        assert np.any(grads["kernel"].get_value())
+    for of_module in (fp8nnx.value_and_grad(loss), nnx.value_and_grad(loss)):
+        with pytest.raises(TypeError, match="shift|keyword"):
+            of_module(layer, X, shift=1.0)
+    _, (of_layer, of_x) = fp8nnx.value_and_grad(lambda model, x: loss_of(model, x), argnums=(0, -1))(
+        layer, X
+    )
+    assert of_x.shape == X.shape
+    assert np.any(of_layer["dot_general"]["input_amax_history"].get_value())
+
+
 def test_the_check_of_a_state_that_the_program_shows_costs_nothing():
     graphdef, start = nnx.split(Model(nnx.Rngs(0)))
 
