@@ -81,8 +81,8 @@ def value_and_grad(
             bound.apply_defaults()
             if only_by_name := [name for name in bound.kwargs if name in kwargs]:
                 raise TypeError(
-                    f"Arguments that f takes by name alone are not supported; got {only_by_name}. Bind them: "
-                    "functools.partial(f, name=value)."
+                    f"f takes the arguments {only_by_name} by name alone. Bind them before: "
+                    "value_and_grad(functools.partial(f, name=value))."
                 )
             args = bound.args
         positions = [d.argnum + len(args) if d.argnum < 0 else d.argnum for d in wanted]
