@@ -261,6 +261,25 @@ def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
         fp8.load_into(variables, checkpoint)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128", "mxfp8", "nvfp4"])
+def test_matrix_times_vector(recipe, tmp_path):
+    """A vector that the model multiplies by is a weight with one output feature."""
+
+    class Vector(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", nn.initializers.normal(), (64,))
+
+    model8, variables = trained(Vector(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables, X)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert checkpoint["w.weight"].shape == (1, 64)
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    loaded = fp8.load_into(variables, checkpoint)["params"]["w"]
+    np.testing.assert_array_equal(loaded, checkpoint["w.weight"].dequantize()[0])
+
+
 LAYER = {"up.weight": codes_of(0, 200, 300), "up.bias": scales_of(2, 200)}
 CHANNEL = {**LAYER, "up.weight_scale": scales_of(1, 200, 1)}
 SQUARE = {**LAYER, "up.weight_scale_inv": scales_of(1, 2, 3)}
