@@ -242,15 +242,18 @@ def test_einsums_that_sum_over_several_dimensions(recipe, name, tmp_path):
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
 
 
-def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
-    """A kernel that the model transposes is in the file as in the model, and so is its scale."""
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((8, 64), lambda w: w.T), ((1, 64, 8), lambda w: w[0])], ids=["w.T", "w[0]"]
+)
+def test_kernels_that_stay_codes_under_their_own_names(shape, matrix, tmp_path):
+    """A kernel that is transposed, or alone in its stack, is in the file as in the model."""
 
-    class Transposed(nn.Module):
+    class Moved(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.lecun_normal(), (8, 64)).T
+            return x @ matrix(self.param("kernel", nn.initializers.lecun_normal(), shape))
 
-    model8, variables = trained(Transposed(), X, recipe=RECIPES["delayed"])
+    model8, variables = trained(Moved(), X, recipe=RECIPES["delayed"])
     model, served = fp8.freeze(model8, variables, X)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
