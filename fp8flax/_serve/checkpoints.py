@@ -117,7 +117,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     its codes, one per byte, and the scales of the tensors are the reciprocals of those in the file. The
     shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along each of the
     last two dimensions. Scales of joined matrices are refused, such as ``(3,)`` beside q, k and v in one
-    weight ``(384, 128)``: they could be of blocks of rows, and the file does not say which rows are q.
+    weight ``(384, 128)``: the file does not say which rows are q. ``(3, 1)`` is read as 128×128 blocks.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
