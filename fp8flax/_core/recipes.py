@@ -50,7 +50,7 @@ class GemmRecipe:
 
     ``"fast"`` and ``"exact"`` ask for cublasLt. Sizes that are not multiples of 16, e5m2 times e5m2, and
     (on Hopper) ``"fast"`` GEMMs of a frozen kernel and up to 256 rows run as ``"default"``. Everything
-    accumulates in float32 if FP8 is emulated, and if scales are per block.
+    accumulates in float32 or wider if FP8 is emulated, and if scales are per block.
 
     Attributes:
         lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.

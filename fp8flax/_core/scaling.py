@@ -57,7 +57,7 @@ def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
     A subnormal amax counts as 0, because XLA flushes subnormals to zero in some of its kernels. Its scale
     would also be too small for all other data.
     """
-    return (amax >= SMALLEST_SCALE) & (amax <= np.finfo(np.float32).max)
+    return (amax >= SMALLEST_SCALE) & (amax <= _LARGEST)
 
 
 def encode_scale(

@@ -48,8 +48,7 @@ from fp8flax._model.rules import Site
 HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-9]+)\b")
 """Scopes of a contraction that was handled before, or of its derivative.
 
-The pattern matches a whole element of a stack of scopes, because a module's name may begin with the same
-text."""
+The pattern matches whole words, because a module's name, such as ``fp8_op_1``, may begin with one."""
 
 RunOp: TypeAlias = Callable[[Callable[..., jax.Array]], jax.Array]
 """Computes one contraction by the op that it gets."""

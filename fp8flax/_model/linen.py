@@ -49,6 +49,11 @@ def report(model: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> M
     """Returns the report of a converted Linen model; see ``fp8flax.report``."""
     if getattr(model, "_fp8_make_call", None) is not Call:
         raise wrong_model(model, "come from fp8flax.quantize_model, not from freeze")
+    for name in kwargs.keys() & {"rngs", "mutable"}:
+        raise TypeError(
+            f"report passes {name} to Linen's init or apply itself; got {name}=. Leave it out. If it "
+            "is an input of the model, pass it by position."
+        )
     decided: dict[Hashable, Site] = {}
     counted = convert(model, model._fp8_rules, partial(CountingCall, counted=decided))
     shapes = eval_init(counted, args, kwargs)

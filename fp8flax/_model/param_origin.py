@@ -162,7 +162,7 @@ class Origin(NamedTuple):
 
     @property
     def is_one_parameter(self) -> bool:
-        """Whether the value is one parameter, or one index into its first axis, at most cast."""
+        """Whether the value is one parameter, or one of several along its first axis, at most cast."""
         if self.steps is None:
             return False
         moves = [primitive.name for primitive, _ in self.steps if primitive.name not in CASTS]

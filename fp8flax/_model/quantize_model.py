@@ -188,7 +188,8 @@ def report(model: Any, *args: Any, **kwargs: Any) -> ModelReport:
         A ``ModelReport``; print it, or look at its ``rows``.
 
     Raises:
-        TypeError: ``model`` does not come from ``quantize_model``.
+        TypeError: ``model`` does not come from ``quantize_model``, or a Linen model gets ``rngs`` or
+            ``mutable`` by keyword.
         ValueError: a rule of ``quantize_model`` matched nothing.
 
     Example:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fp8flax._core.formats import FP8_DTYPES
+from fp8flax._core.formats import E2M1, FP8_DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """The names of the files in a folder: of the index of several files, or of a single file."""
@@ -50,7 +50,6 @@ _WIDTHS = (16, 32, 64, 128)
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
 E4M3, _E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
-_E2M1 = np.dtype(jnp.float4_e2m1fn)
 _SCALE_DTYPES = [_E8M0, *(np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16))]
 
 
@@ -117,7 +116,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     its codes, one per byte, and the scales of the tensors are the reciprocals of those in the file. The
     shapes of a weight and of its scale give the size of the blocks: 16, 32, 64 or 128 along each of the
     last two dimensions. Scales of joined matrices are refused, such as ``(3,)`` beside q, k and v in one
-    weight ``(384, 128)``: they could be of blocks of rows, and the file does not say which rows are q.
+    weight ``(384, 128)``: the file does not say which rows are q. ``(3, 1)`` is read as 128×128 blocks.
 
     Args:
         path: a safetensors file; or a folder with ``model.safetensors``, or with
@@ -247,7 +246,7 @@ def _quantized(
     """Returns the entry of a quantized tensor; None if its scales do not match."""
     dtype, shape, counts = codes.dtype, codes.shape, scale.shape
     if tensor_scale is not None:
-        dtype, shape = _E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
+        dtype, shape = E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
     may_be_blocks = len(counts) == len(shape) > 1
@@ -267,7 +266,7 @@ def _quantized(
         is_right, scale = is_in_rows and 1 <= block[-1] <= 32, scale.view(_E8M0)
     else:
         is_right = scale.dtype in _SCALE_DTYPES
-    if not is_right or 0 in block or len(counts) != len(shape) or dtype not in (*FP8_DTYPES, _E2M1):
+    if not is_right or 0 in block or len(counts) != len(shape) or dtype not in (*FP8_DTYPES, E2M1):
         return None
     if tensor_scale is not None:
         with np.errstate(all="ignore"):  # a damaged scale may be zero

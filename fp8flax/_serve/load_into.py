@@ -165,7 +165,8 @@ def _possible_names(path: Path, ndim: int) -> tuple[str, ...]:
     own, weight = names_of(path)
     if path[-1] == INPUT_SCALE:  # of a layer that shares the kernel of another one
         return own, names_of(_kernel_of(path[:-1])[0])[1].removesuffix("weight") + INPUT_SCALE
-    return (own, weight) if ndim > 1 else (own,)
+    # A vector may be the kernel of a matrix-vector product, and its weight is then (1, in).
+    return (own, weight) if ndim > 1 or path[-1] != "bias" else (own,)
 
 
 def _kernel_of(op: Path) -> tuple[Path, int | None]:
@@ -231,11 +232,12 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
 
     The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
     to each other. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
-    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle.
+    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,)
+    and a weight (1, 8) give ``((), (0,))``.
     """
     num_stacked, found = len(weight) - 2, list[Groups]()
     dims = kernel[num_stacked:]
-    for start, end in itertools.combinations(range(len(dims)), 2):
+    for start, end in itertools.combinations(range(max(2, len(dims))), 2):
         out = (*range(start), *range(end, len(dims)))
         sizes = math.prod(dims[i] for i in out), math.prod(dims[start:end])
         if (*kernel[:num_stacked], *sizes) == tuple(weight):

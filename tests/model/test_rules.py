@@ -259,6 +259,9 @@ class TestReport:
     def test_errors(self):
         with pytest.raises(TypeError, match="not from freeze"):
             fp8.report(nn.Dense(4), self.x)
+        for name, value in {"rngs": {}, "mutable": True}.items():
+            with pytest.raises(TypeError, match=f"got {name}=.* by position"):
+                fp8.report(fp8.quantize_model(nn.Dense(4)), self.x, **{name: value})
         model8 = fp8.quantize_model(Model(), include=["up", "absent"])
         with pytest.raises(ValueError, match="'absent'"):
             fp8.report(model8, self.x)

@@ -242,15 +242,18 @@ def test_einsums_that_sum_over_several_dimensions(recipe, name, tmp_path):
     assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
 
 
-def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
-    """A kernel that the model transposes is in the file as in the model, and so is its scale."""
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((8, 64), lambda w: w.T), ((1, 64, 8), lambda w: w[0])], ids=["w.T", "w[0]"]
+)
+def test_kernels_that_stay_codes_under_their_own_names(shape, matrix, tmp_path):
+    """A kernel that is transposed, or alone in its stack, is in the file as in the model."""
 
-    class Transposed(nn.Module):
+    class Moved(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.lecun_normal(), (8, 64)).T
+            return x @ matrix(self.param("kernel", nn.initializers.lecun_normal(), shape))
 
-    model8, variables = trained(Transposed(), X, recipe=RECIPES["delayed"])
+    model8, variables = trained(Moved(), X, recipe=RECIPES["delayed"])
     model, served = fp8.freeze(model8, variables, X)
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
@@ -259,6 +262,25 @@ def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
         ValueError, match=r"params/kernel from kernel: it must be float32, and is .* without"
     ):
         fp8.load_into(variables, checkpoint)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128", "mxfp8", "nvfp4"])
+def test_matrix_times_vector(recipe, tmp_path):
+    """A vector that the model multiplies by is a weight with one output feature."""
+
+    class Vector(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", nn.initializers.normal(), (64,))
+
+    model8, variables = trained(Vector(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables, X)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert checkpoint["w.weight"].shape == (1, 64)
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    loaded = fp8.load_into(variables, checkpoint)["params"]["w"]
+    np.testing.assert_array_equal(loaded, checkpoint["w.weight"].dequantize()[0])
 
 
 LAYER = {"up.weight": codes_of(0, 200, 300), "up.bias": scales_of(2, 200)}

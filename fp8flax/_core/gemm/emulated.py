@@ -37,7 +37,7 @@ def compute(gemm: Gemm, a: QTensor, b: QTensor, *, on_gpu: bool = True) -> jax.A
     """Multiplies the codes, or with scales per block the dequantized values.
 
     Codes are multiplied in float32 (float64 for a float64 result), which holds their products exactly. So
-    are the values of blocks, but a GPU multiplies them in bfloat16, if it holds the values exactly.
+    are the values of blocks, but a GPU multiplies them in bfloat16, or in float32 if that is not exact.
     """
     wide = dtype = sum_dtype_of(gemm.out_dtype)
     if not a.block:

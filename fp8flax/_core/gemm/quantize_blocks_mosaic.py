@@ -100,7 +100,6 @@ def block_quantize(
         """Returns shared memory for a tile."""
         return plgpu.SMEM((TILE, TILE), dtype, transforms=in_units(jnp.dtype(dtype).itemsize))
 
-    # The kernel writes scales with the block dimension first, the layout that the Hopper kernel reads.
     num_rows, num_columns = (row_blocks, column_blocks) if is_square else (rows, columns)
     shapes = (rows, columns), (columns, rows), (column_blocks, num_rows), (row_blocks, num_columns)
     run = plgpu.kernel(
@@ -112,7 +111,6 @@ def block_quantize(
         grid=(batch, row_blocks, column_blocks),
         grid_names=("batch", "row", "column"),
         kernel_name=BLOCK_QUANTIZE,
-        # The default of JAX 0.10.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types={
             "tile": shared(x.dtype),

@@ -12,8 +12,7 @@ Each of the three tensors, named by its role (``input``, ``kernel``, ``output_gr
 products. It is quantized once if the same codes serve both, otherwise once for each. Between the passes the
 op keeps codes and scales, not the wide tensors.
 
-With delayed scaling the scales of the step come in from outside. The op returns the amax of each tensor in
-this step where a derivative would return the cotangent of the scale (see ``state.state``).
+With delayed scaling the scales come in from outside; ``state.state`` describes them and their cotangents.
 """
 
 from __future__ import annotations
