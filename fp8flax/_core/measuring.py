@@ -54,6 +54,7 @@ def numbers_of(
     The caller stops the gradients of ``x`` and of the scale. The counts have the precision of float32, for
     fewer than 2**32 elements.
     """
+    tensor = x
     if isinstance(quantizer, NVFP4Quantizer):
         x = hadamard(x, dims.contract[-1]) if quantizer.rotation and dims.contract else x.astype(np.float32)
         quantizer = dataclasses.replace(quantizer, rotation=False)
@@ -62,9 +63,13 @@ def numbers_of(
     # A number of NumPy, so that float64 stays float64 under strict promotion.
     number = np.float64 if x.dtype == jnp.float64 else np.float32
     tiny, huge = (number(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-    wide, finite = x.astype(number), lax.is_finite(x)
-    is_value = finite & (jnp.abs(wide) >= tiny)
-    magnitude = jnp.where(is_value, jnp.abs(wide), number(0))
+    wide, tensor = x.astype(number), tensor.astype(number)
+
+    def magnitude_of(x: jax.Array) -> jax.Array:
+        return jnp.where(lax.is_finite(x) & (jnp.abs(x) >= tiny), jnp.abs(x), number(0))
+
+    magnitude = magnitude_of(wide)
+    is_value = magnitude > 0
 
     # The values of the largest code show the scale of each element, whatever the layout of the scales.
     largest_of_dtype = fp8_max(quantizer.dtype)
@@ -75,8 +80,8 @@ def numbers_of(
 
     # The squares need values of about 1. A unit that is a power of two changes no bits. Without the barrier
     # XLA for CPUs squares the unit, too.
-    amax = jnp.max(magnitude, initial=0)
-    unit = lax.reduce_precision(jnp.clip(amax, tiny, number(2.0**126)), exponent_bits=8, mantissa_bits=0)
+    unit = jnp.clip(jnp.max(magnitude, initial=0), tiny, number(2.0**126))
+    unit = lax.reduce_precision(unit, exponent_bits=8, mantissa_bits=0)
     value, rounded = lax.optimization_barrier((wide / unit, q.dequantize(number) / unit))
 
     def count(mask: jax.Array) -> jax.Array:
@@ -93,8 +98,9 @@ def numbers_of(
         saturated=count(magnitude > largest * number(1 + 2.0**-20)),
         signal=root_mean_square(value) * unit,
         noise=root_mean_square(value - rounded) * unit,
-        nonfinite=count(~finite),
-        amax=amax,
+        # A rotation changes the amax, and a NaN or Inf spreads over its group.
+        nonfinite=count(~lax.is_finite(tensor)),
+        amax=jnp.max(magnitude_of(tensor), initial=0),
         scale=jnp.where(jnp.any(is_value), largest_of_values, jnp.max(largest, initial=0))
         / number(largest_of_dtype),
         headroom=jnp.min(headroom, initial=np.inf),

@@ -38,6 +38,7 @@ from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results
 from fp8flax._compat.stand_in import READ, refuse
 from fp8flax._compat.traces import FrontTrace, Trace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED, SWITCHED_OFF
+from fp8flax._core.ops.contract import traced
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import Op
 from fp8flax._core.types import Path
@@ -69,6 +70,13 @@ class Frame:
     """The trace of JAX that a method of a Linen module runs in."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
+
+
+def _ambient_precision() -> Any:
+    """Returns the precision that JAX gives to a contraction without a precision of its own."""
+    if jax.config.jax_default_matmul_precision is None:
+        return None
+    return traced(jax.lax.dot_general, (1.0, 1.0), (((), ()), ((), ())))[1]["precision"]
 
 
 class Interception:
@@ -157,6 +165,9 @@ class Interception:
         kernel is None for two activations or two parameters. An op takes the arguments of ``Op.plain``.
         """
         lhs, rhs, *more = operands
+        frame = self.frames[-1]
+        if params["precision"] == _ambient_precision() and getattr(frame.module, "precision", None) is None:
+            params = {**params, "precision": None}  # the recipe sets the accumulation, as for ops by hand
         arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
         left, kernel, impossible = self.origin_of(lhs), self.origin_of(rhs), op_type.unsupported(params)
         restore: Callable[[jax.Array], jax.Array] = lambda out: out  # noqa: E731
@@ -173,7 +184,6 @@ class Interception:
             if swap is not None:
                 impossible = "its kernel is on the left, and the model gives the sharding of its result"
 
-        frame = self.frames[-1]
         if kernel is not None and left is None:
             name = kernel.name(frame.path, arguments[0][0][1] if op_type.primitive == "dot_general" else ())
         elif kernel is not None:

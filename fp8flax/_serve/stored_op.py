@@ -309,6 +309,8 @@ def _why_wide(ops: Sequence[SeenOp], is_read: bool) -> str | None:
     if is_read or not is_once:
         return "something else reads it, or changes it"
     for op in ops:
+        if op.gemms.forward.lhs and op.gemms.forward.lhs.stochastic_rounding:  # an op of codes has no key
+            return "its recipe rounds the input at random"
         plan, quantizer = cast(StoredContraction, op.plan), cast(Quantizer, op.gemms.forward.rhs)
         (contract, _), _ = plan.dimension_numbers
         if reason := quantizer.why_not_stored(math.prod(plan.lhs.shape[i] for i in contract)):

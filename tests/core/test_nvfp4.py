@@ -21,7 +21,7 @@ from fp8flax._core import nvfp4
 from fp8flax._core.gemm import emulated
 from fp8flax._core.gemm.dispatch import multiply
 from fp8flax._core.gemm.gemm import Gemm
-from fp8flax._core.measuring import numbers_of
+from fp8flax._core.measuring import Numbers, numbers_of
 from fp8flax._core.qtensor import Dims, QTensor
 from tests import reference_recipes
 from tests.cases import MATMUL, fp8_dot_general, mesh, normal, variables_of, with_reference
@@ -69,8 +69,9 @@ def test_hadamard_transform():
     close(amax, np.abs(expected).max(2))
     quantize = jax.jit(partial(fp8.NVFP4Quantizer(rotation=True).quantize, dims=Dims(3, (1,))))
     plain, dims = fp8.NVFP4Quantizer(), Dims(3, (1,))
-    of_rotated = numbers_of(plain, dims, nvfp4.hadamard(x, 1))
-    close(numbers_of(dataclasses.replace(plain, rotation=True), dims, x), of_rotated)
+    of_rotated = Numbers(*numbers_of(plain, dims, nvfp4.hadamard(x, 1)))
+    found = Numbers(*numbers_of(dataclasses.replace(plain, rotation=True), dims, x))
+    close(found, of_rotated._replace(amax=jnp.max(jnp.abs(x))))
     q = quantize(x.at[0, 17, 2].set(jnp.inf))
     same(np.argwhere(np.isnan(DEQUANTIZE(q, "float32"))), [(0, i, 2) for i in range(16, 32)])
 
@@ -308,6 +309,20 @@ def test_statistics_and_accumulated_gradients():
     run = lambda v, batch: loss(NET, v, *batch)  # noqa: E731
     each = [jax.value_and_grad(run)(variables, batch) for batch in zip(*batches)]
     close(fp8.accumulate_gradients(run)(variables, batches), jax.tree.map(lambda a, b: (a + b) / 2, *each))
+
+
+ROTATING = fp8.NVFP4Quantizer(rotation=True)
+ONLY_ROTATED = fp8.CustomRecipe(wgrad=fp8.GemmRecipe(lhs=ROTATING, rhs=ROTATING))
+
+
+@pytest.mark.parametrize("recipe", [NEAREST, ONLY_ROTATED])
+def test_statistics_of_a_rotated_cast_are_of_the_tensor(recipe):
+    """The rotated tensor has a larger amax, and a NaN makes all values of its group NaN."""
+    op, x = fp8.Fp8DotGeneralOp(recipe=recipe), jnp.tile(jnp.float32(nvfp4._SIGNS)[:, None], 16)
+    measure = fp8.statistics(lambda x: jnp.sum(op.apply({}, x, W[:16, :16], MATMUL)))
+    for operand, num_nan in ((x, 0), (x.at[3, 5].set(np.nan), 1)):
+        found = measure(operand)["Fp8DotGeneralOp"]["input"]
+        assert (found["amax"], found["nonfinite"]) == (1, num_nan)
 
 
 def nnx_layers():

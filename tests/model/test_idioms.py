@@ -17,6 +17,7 @@ import pytest
 
 import fp8flax as fp8
 from tests.cases import OWG, assert_same, flat, normal, variables_of
+from tests.core.ops.test_dot_general import algorithms, lowered_for_cuda
 from tests.models import ALL, in_scan
 
 KEY = jax.random.key(0)
@@ -128,6 +129,19 @@ def test_switched_off_is_bit_equal():
             out = run(model8.apply)(variables, x)
             np.testing.assert_array_equal(out, run(model.apply)(plain(variables), x))
         assert OWG not in model8.init(KEY, x)
+
+
+@pytest.mark.parametrize("ambient", ["BF16_BF16_F32", "highest"])
+@pytest.mark.parametrize(("precision", "expected"), [(None, "fast"), ("highest", "exact")])
+def test_only_the_precision_of_the_layer_counts(ambient, precision, expected):
+    """The recipe sets the accumulation, and not ``jax.default_matmul_precision``; see the test of NNX."""
+    x = normal(0, 32, 32)
+    model8 = fp8.quantize_model(nn.Dense(32, precision=precision), **ALL)
+    variables = model8.init(KEY, x)
+    with jax.default_matmul_precision(ambient):
+        assert algorithms(lowered_for_cuda(model8.apply, variables, x)) == [
+            (expected, "f8E4M3FN", "f8E4M3FN")
+        ]
 
 
 class Looped(nn.Module):

@@ -401,6 +401,19 @@ def test_what_stays_wide(name):
     assert narrow(served) == expected
 
 
+def test_a_kernel_whose_input_is_rounded_at_random_stays_wide():
+    """The op needs a random key at each call, so it computes as in training."""
+    lhs, rhs = fp8.NVFP4Quantizer(stochastic_rounding=True), fp8.NVFP4Quantizer()
+    recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
+    x, rngs = normal(0, 4, 16), {"fp8": jax.random.key(0)}
+    model8 = fp8.quantize_model(nn.Dense(16), recipe=recipe, include=".*")
+    variables = model8.init(rngs | {"params": jax.random.key(1)}, x)
+    with pytest.warns(UserWarning, match=r"stay wide: kernel \(its recipe rounds the input at random"):
+        serve, served = fp8.freeze(model8, variables, x)
+    out, expected = serve.apply(served, x, rngs=rngs), model8.apply(variables, x, rngs=rngs)
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize(("model", "names"), [(MoreDims(), {"w"}), (BothHeads(Heads), {"w0", "w1"})])
 def test_what_is_stored_nevertheless(model, names):
     """A kernel that gets one more dimension on its way; two kernels of a module, each with its own op."""
