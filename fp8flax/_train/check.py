@@ -248,8 +248,9 @@ def _inspect(new: ScalingState, old: ScalingState | None) -> dict[str, jax.Array
     entries_are_numbers = (lax.is_finite(history) & (history >= 0)).all(-1, keepdims=True)
     # The scale follows from the past amaxes. The oldest of them has left the history, so the scale may
     # follow from an amax that nobody sees any more. But in a run that is younger than the history it was 0,
-    # and so is the older half of the others: four zeros at least, because a tensor that is zero for a few
-    # steps leaves zeros in an older run.
+    # and so is the older half of the others: after three steps, 8 entries are [a3, 0, 0, 0, 0, 0, a1, a2],
+    # the newest first, then from the oldest on. It takes four zeros at least, because a tensor that is zero
+    # for a few steps leaves zeros in an older run.
     past = _normal(history[..., 1:])
     half = (past.shape[-1] + 1) // 2
     is_young = (past[..., :half] == 0).all(-1, keepdims=True) & (past != 0).any(-1, keepdims=True)

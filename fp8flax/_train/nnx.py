@@ -92,6 +92,8 @@ def value_and_grad(
         def of_entered(*args_and_entered: PyTree) -> PyTree:
             *args, entered = args_and_entered  # the modules are NNX's copies
             nodes = {i: args[i] for i in positions}
+            # f sees the entered state, an argument of its own: its gradient is the next state. That of the
+            # models gets zeros as its gradient, which ``leave`` overwrites below.
             before = state_of(nodes)
             set_state(nodes, entered)
             with errors_search(nodes):
