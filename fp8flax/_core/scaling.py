@@ -176,8 +176,5 @@ def apply_scales(
     # The first product, total * (lhs_scale / last), is always 0 or a normal number. If ``last`` is 2**48,
     # this product is 0 or at least 1, so rhs_scale cannot make it underflow. If ``last`` is 2**-32, it is
     # less than 2**-15, so rhs_scale cannot make it overflow.
-    is_large, is_small = lhs_scale >= 2.0**80, lhs_scale < 2.0**-94
-    last = jnp.where(is_large, 2.0**48, jnp.where(is_small, 2.0**-32, 1.0))
-    # XLA for CPUs would compile a kernel of its own for a division.
-    inverse = jnp.where(is_large, 2.0**-48, jnp.where(is_small, 2.0**32, 1.0))
-    return total * (lhs_scale * inverse) * rhs_scale * last
+    last = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
+    return total * (lhs_scale / last) * rhs_scale * last
