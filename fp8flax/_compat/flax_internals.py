@@ -6,8 +6,8 @@ methods of its modules in another layout than Linen keeps them, and makes ops in
 methods of an NNX module are watched by a subclass of its class. A Linen op refuses an ``nn.WeightNorm``
 that would normalize its state, and Qwix adds LoRA only where a module runs: both need the modules that run.
 
-Internals: ``_context`` of ``nn.module``; ``flags``, ``push`` and ``variables`` of ``flax.core.Scope``;
-the class and the ``__dict__`` of an object.
+Internals: ``_context`` of ``nn.module``; ``method_handler_wrapped``, which marks methods; ``flags``,
+``push`` and ``variables`` of ``flax.core.Scope``; the class and the ``__dict__`` of an object.
 """
 
 from __future__ import annotations
@@ -96,3 +96,14 @@ def scope_below(scope: flax.core.Scope, name: str) -> Any:
 def change_class(instance: object, cls: type) -> None:
     """Makes an object, which may be frozen, an instance of another class."""
     object.__setattr__(instance, "__class__", cls)
+
+
+def is_method(f: object) -> bool:
+    """Returns whether Linen has wrapped a function of a module's class as a method."""
+    return callable(f) and hasattr(f, "method_handler_wrapped")
+
+
+def unwrapped(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of a module, marked so that Linen does not wrap it as a method."""
+    f.method_handler_wrapped = True  # type: ignore[attr-defined]
+    return f

@@ -4,8 +4,9 @@ Why: the conversion of a model, and its report, read what a function computes, a
 whether anything but an FP8 op reads a kernel. JAX has no public way to do so.
 
 Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
-promise that it stays. ``jax._src.interpreters.partial_eval``, whose ``dce_jaxpr`` removes dead code, also
-inside of loops, branches and ``jax.checkpoint``.
+promise that it stays. ``UnspecifiedValue``, which stands for a sharding that a jitted function was not
+given. ``jax._src.interpreters.partial_eval``, whose ``dce_jaxpr`` removes dead code, also inside of loops,
+branches and ``jax.checkpoint``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ Params: TypeAlias = Any
 Results: TypeAlias = jax.Array | Operands
 Compute: TypeAlias = Callable[[], Operands]
 """A function that computes what has no program."""
+
+
+def has_shardings(params: Params) -> bool:
+    """Returns whether a jitted function was given shardings of its inputs or results."""
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
 class Equation(NamedTuple):

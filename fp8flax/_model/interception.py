@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import jax
 
 from fp8flax._compat.flax_internals import having
-from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results, equations
+from fp8flax._compat.jaxprs import Compute, Operands, Params, Primitive, Results, equations, has_shardings
 from fp8flax._compat.stand_in import READ, refuse
 from fp8flax._compat.traces import FrontTrace, Trace, current_handler, current_scopes, running_in
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED, SWITCHED_OFF
@@ -225,9 +225,8 @@ class Interception:
 
         Many functions of ``jax.numpy`` are jitted, such as ``jnp.matmul`` and ``jnp.squeeze``.
         """
-        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
-            return False  # they would be lost
+        if has_shardings(params):  # they would be lost
+            return False
         inside = [*equations(params["jaxpr"])]
         # The modules in a function of nn.jit or nnx.jit were already watched when it was traced.
         is_handled = [HANDLED.search(equation.scopes) is not None for equation in inside]

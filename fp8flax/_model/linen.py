@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import flax.linen as nn
 import jax
 
-from fp8flax._compat.flax_internals import call_of, in_call, running
+from fp8flax._compat.flax_internals import call_of, in_call, is_method, running, unwrapped
 from fp8flax._compat.jaxprs import Program
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
@@ -85,7 +85,7 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[nn
         **{
             name: _in_call(method)
             for name, method in methods.items()
-            if name != "setup" and callable(method) and hasattr(method, "method_handler_wrapped")
+            if name != "setup" and is_method(method)
         },
     }
     return type(cls.__name__, (_Converted, cls), body)
@@ -107,9 +107,8 @@ def _in_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
             with call.in_frame(module, None):
                 return method(module, *args, **kwargs)
 
-        run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not wrap it as a method
         collections = PARAMS, OVERWRITE_WITH_GRADIENT
-        mapped = nn.map_variables(run, collections, call.put_in, call.take_out, mutable=True)
+        mapped = nn.map_variables(unwrapped(run), collections, call.put_in, call.take_out, mutable=True)
         # The interception is also around setup, which Linen runs before the method.
         with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
             try:
