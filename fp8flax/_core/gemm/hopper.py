@@ -131,7 +131,7 @@ class Step(NamedTuple):
     """The scales of the rows of the left operand, which ``hopper_experts`` stores more than once."""
 
 
-_STRIP = 8
+STRIP = 8
 """The width, in tiles, of a strip of columns. The cores compute one strip after the other, because the
 tiles of a strip share what they read. The width changes the time only. It is a guess, not measured."""
 
@@ -261,7 +261,7 @@ def tiled_gemm(
             @plgpu.nd_loop((m * n,), collective_axes="core")
             def _(loop: Any) -> None:
                 # This order lets neighbouring cores share most of what they read.
-                t, j = plgpu.planar_snake(loop.index[0], (m, n), 1, _STRIP)
+                t, j = plgpu.planar_snake(loop.index[0], (m, n), 1, STRIP)
 
                 def scale_at(s: Index) -> Any:  # if 128 rows of the right operand share a scale
                     place = step(t, s, *tables)

@@ -3,12 +3,25 @@
 The kernel of ``hopper`` waits at the end of each tile until all copies have arrived, and each core reads
 all operands by itself. Here one warp copies operands ahead, across tiles, two cores side by side share the
 rows of the left operand, and a tile has 256 rows.
+
+Shared memory is a ring of slots, each for the operands of one step, a block of 128 contracted columns. One
+warp of each core copies (``copy_all``), and the warpgroups 0 and 1 multiply, each half of the rows of a
+tile (``multiply_all``). Two barriers per slot keep them apart::
+
+    barrier     who arrives              after                            who waits    before
+    full[slot]  the 3 or 4 copies        their bytes came, of both cores  warpgroups   they read the slot
+    free[slot]  warpgroups of all cores  the start, and reading the slot  the warp     a copy, and the end
+
+Each completes once per step. There is no deadlock, because each wait is for something earlier: a step waits
+for its copies, and they wait until the step that had the slot before was read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +38,6 @@ from fp8flax._core.gemm.mosaic import HALF, in_units, load, repeated
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor, Quantizer, round_up
 
-_PIECE = 64
-"""The columns of a result that a warpgroup writes at once."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -36,15 +46,9 @@ class Config:
     waves: int = 2
     """A warpgroup multiplies 64 rows of a tile as many times per step: a tile has 128 rows times this."""
     stages: int = 4
-    """The steps whose operands shared memory holds."""
+    """The number of slots."""
     cluster: int = 2
     """The cores side by side that share the rows of the left operand."""
-    staggers: bool = True
-    """Whether the second warpgroup starts each tile one wave later."""
-    one_releases: bool = True
-    """Whether one thread of a warpgroup says that operands were read, not all; always in a cluster."""
-    strip: int = 8
-    """The width, in tiles, of a strip of columns that the cores compute after one another."""
 
 
 CONFIG = Config()
@@ -82,137 +86,144 @@ def block_gemm(
     (m, depth), n, stages, waves = lhs.shape, rhs.shape[0], config.stages, config.waves
     rows, steps = TILE * waves, depth // SCALE_COLUMNS  # of a tile of the result
     is_square = rhs_scale.shape[1] < n  # 128 rows of the right operand share a scale
-    staggers = config.staggers and steps >= stages  # see ``turn`` below
-    num_m, num_n = m // rows, n // (TILE * config.cluster)
-    grid = min(num_cores() // config.cluster, num_m * num_n)
-    strip_width = next(w for w in range(min(config.strip, num_n), 0, -1) if num_n % w == 0)
-    layout, is_cluster = plgpu.Layout.WGMMA, config.cluster > 1
-    # One thread of a warpgroup arrives at a barrier of a cluster; all 128 arrive at any other barrier. So
-    # ``free`` is a barrier of a cluster, also of one core, if one thread alone is to arrive.
-    one_releases = config.one_releases or is_cluster
-    multicast = {"collective_axes": "cluster"} if is_cluster else {}
+    tiles = m // rows, n // (TILE * config.cluster)  # the latter side by side, in a cluster
+    grid = min(num_cores() // config.cluster, math.prod(tiles))
+    width = next(w for w in range(min(hopper.STRIP, tiles[1]), 0, -1) if tiles[1] % w == 0)  # of a strip
+    piece = 128 // out_dtype.itemsize  # the columns, 128 bytes, that a warpgroup writes at once
+    layout = plgpu.Layout.WGMMA
+    multicast = {"collective_axes": "cluster"} if config.cluster > 1 else {}
 
-    # Shared memory is a ring of ``stages`` slots. A slot holds the operands of one step. One warp of each
-    # core copies, and the warpgroups 0 and 1 multiply:
-    #
-    #   barrier     who arrives              after                              who waits    before
-    #   full[slot]  the 3 or 4 copies        their bytes came, of both cores    warpgroups   they read it
-    #   free[slot]  warpgroups of all cores  the start, and reading the slot    the warp     a copy, the end
-    #   turn        warpgroup 0              multiplying wave 0 of its step 0   warpgroup 1  the same tile
-    # ``full`` and ``free`` complete once per step, ``turn`` once per tile. Two facts rule out a deadlock:
-    # * Each wait is for something earlier. A step waits for its copies. They wait until the step that had
-    #   the slot before was read. A tile of warpgroup 1 waits for step 0 of warpgroup 0.
-    # * No barrier completes twice before a wait, because the wait would miss that. The copies are at most
-    #   ``stages`` steps ahead of the slower warpgroup. So if a tile has at least ``stages`` steps,
-    #   warpgroup 1 has started a tile when warpgroup 0 arrives at ``turn`` in the next one.
-    def kernel(*refs: Ref, result: Ref, full: Ref, free: Ref, turn: Ref, **shared: Ref) -> None:
-        lhs, rhs, lhs_scale, rhs_scale, out = refs
-        codes, columns, row_scales = shared["codes"], shared["columns"], shared["row_scales"]
-        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        rank = lax.axis_index("cluster") if is_cluster else 0
+    def for_tiles(core: tuple[Index, Index], body: Callable[[Index, Index, Index], None]) -> None:
+        """Calls ``body(tiles before, row of tiles, column of tiles)`` for each tile of a core.
 
-        def for_tiles(body: Callable[[Index, Index, Index], None]) -> None:
-            """Calls ``body(tiles before, row of tiles, column of tiles)`` for each tile of this core."""
+        The core is given by the index of its cluster, and its own in the cluster.
+        """
+        index, rank = core
 
-            def one(count: Index, _: None) -> None:
-                index = core + count * grid
-                strip, rest = lax.div(index, num_m * strip_width), lax.rem(index, num_m * strip_width)
-                t, j = lax.div(rest, strip_width), strip * strip_width + lax.rem(rest, strip_width)
-                t += lax.rem(strip, 2) * (num_m - 1 - 2 * t)  # every other strip from below
-                body(count, t, j * config.cluster + rank)
+        def one(count: Index, _: None) -> None:
+            # The order of ``plgpu.planar_snake``, which a single warp cannot compute: in strips of columns,
+            # every other one from below.
+            strip, rest = (f(index + count * grid, tiles[0] * width) for f in (lax.div, lax.rem))
+            t, j = lax.div(rest, width), strip * width + lax.rem(rest, width)
+            t += lax.rem(strip, 2) * (tiles[0] - 1 - 2 * t)
+            body(count, t, j * config.cluster + rank)
 
-            lax.fori_loop(0, lax.div(num_m * num_n - core + grid - 1, grid), one, None)
+        lax.fori_loop(0, lax.div(math.prod(tiles) - index + grid - 1, grid), one, None)
 
-        def for_steps(count: Index, body: Callable[[Index, Index, Any], Any], carry: Any) -> Any:
-            """Calls ``body(step, slot, carry)`` for each step of a tile."""
-            slot = lambda k: lax.rem(count * steps + k, stages)  # noqa: E731
-            return lax.fori_loop(0, steps, lambda k, carry: body(k, slot(k), carry), carry)
+    def for_steps(count: Index, body: Callable[[Index, Index, Any], Any], carry: Any) -> Any:
+        """Calls ``body(step, slot, carry)`` for each step of a tile, after ``count`` tiles."""
+        slot = lambda k: lax.rem(count * steps + k, stages)  # noqa: E731
+        return lax.fori_loop(0, steps, lambda k, carry: body(k, slot(k), carry), carry)
 
-        def fetch_all() -> None:
-            def fetch_tile(count: Index, t: Index, j: Index) -> None:
-                down, across = pl.ds(t * rows, rows), pl.ds(j * TILE, TILE)
+    def copy_all(
+        core: Any,
+        lhs: Ref,
+        rhs: Ref,
+        lhs_scale: Ref,
+        rhs_scale: Ref,
+        *,
+        full: Ref,
+        free: Ref,
+        **shared: Ref,
+    ) -> None:
+        """Copies the operands of each step of each tile to a slot, as soon as the slot is free."""
 
-                def fetch(k: Index, slot: Index, carry: int) -> int:
-                    plgpu.barrier_wait(free.at[slot])
-                    deep = pl.ds(k * SCALE_COLUMNS, SCALE_COLUMNS)
-                    plgpu.copy_gmem_to_smem(lhs.at[down, deep], codes.at[slot], full.at[slot], **multicast)
-                    # The interpreter cannot multiply by a transposed reference.
-                    place = (deep, across) if interpret else (across, deep)
-                    plgpu.copy_gmem_to_smem(rhs.at[place], columns.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(lhs_scale.at[k, down], row_scales.at[slot], full.at[slot])
-                    if not is_square:
-                        scales = rhs_scale.at[k, across]
-                        plgpu.copy_gmem_to_smem(scales, shared["column_scales"].at[slot], full.at[slot])
-                    return carry
+        def copy_tile(count: Index, t: Index, j: Index) -> None:
+            down, across = pl.ds(t * rows, rows), pl.ds(j * TILE, TILE)
 
-                for_steps(count, fetch, 0)
+            def copy_step(k: Index, slot: Index, carry: int) -> int:
+                def copy(source: Ref, name: str, **options: Any) -> None:
+                    plgpu.copy_gmem_to_smem(source, shared[name].at[slot], full.at[slot], **options)
 
-            for_tiles(fetch_tile)
-            # The warpgroups of another core may still arrive here, so this core must not end before.
-            for slot in range(stages):
                 plgpu.barrier_wait(free.at[slot])
+                deep = pl.ds(k * SCALE_COLUMNS, SCALE_COLUMNS)
+                copy(lhs.at[down, deep], "codes", **multicast)
+                copy(rhs.at[(deep, across) if interpret else (across, deep)], "columns")
+                copy(lhs_scale.at[k, down], "row_scales")
+                if not is_square:
+                    copy(rhs_scale.at[k, across], "column_scales")
+                return carry
+
+            for_steps(count, copy_step, 0)
+
+        for_tiles(core, copy_tile)
+        # The warpgroups of another core may still arrive here, so this core must not end before.
+        for slot in range(stages):
+            plgpu.barrier_wait(free.at[slot])
+
+    def multiply_all(
+        core: Any, rhs_scale: Ref, out: Ref, *, result: Ref, full: Ref, free: Ref, **shared: Ref
+    ) -> None:
+        """Computes and writes the half of each tile that belongs to this warpgroup."""
+        warpgroup = lax.axis_index("warpgroup")
+        first = warpgroup * HALF * waves  # this warpgroup's rows of a tile
+        mine = [pl.ds(first + wave * HALF, HALF) for wave in range(waves)]
+        for slot in range(stages):
+            plgpu.barrier_arrive(free.at[slot])
+
+        def compute_tile(count: Index, t: Index, j: Index) -> None:
+            def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                scale: Any = rhs_scale[k, j] if is_square else None
+                plgpu.barrier_wait(full.at[slot])
+                of_rows = [
+                    load(shared["row_scales"], (slot, at), layout.reduce(1), interpret) for at in mine
+                ]
+                new = []
+                for wave, (place, total) in enumerate(zip(mine, totals)):
+
+                    def multiply(sums: Ref, place: Any = place) -> jax.Array:
+                        right = shared["columns"].at[slot]
+                        right = right if interpret else plgpu.transpose_ref(right, (1, 0))
+                        plgpu.wgmma(sums, shared["codes"].at[slot, place], right)
+                        return sums[...]
+
+                    sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
+                    if is_square:
+                        factor = repeated(of_rows[wave] * scale, 1)
+                    else:
+                        of_columns = load(shared["column_scales"], (slot,), layout.reduce(0), interpret)
+                        factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
+                    if wave == waves - 1:
+                        if not (is_square or interpret):
+                            # All threads of the warpgroup have read the scales of the columns.
+                            plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+                        plgpu.barrier_arrive(free.at[slot])
+                    new.append(total + sums * factor)
+                return tuple(new)
+
+            zeros = jnp.zeros((HALF, TILE), jnp.float32)
+            zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
+            for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
+                for start in range(0, TILE, piece):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    result[warpgroup] = total[:, start : start + piece].astype(out_dtype)
+                    plgpu.commit_smem()
+                    to = pl.ds(t * rows + place.start, HALF), pl.ds(j * TILE + start, piece)
+                    plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
+
+        for_tiles(core, compute_tile)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def kernel(*refs: Ref, result: Ref, **shared: Ref) -> None:
+        *operands, out = refs
+        warpgroup = lax.axis_index("warpgroup")
+        core = lax.axis_index("core"), lax.axis_index("cluster") if multicast else 0
+        copy = partial(copy_all, core, *operands, **shared)
 
         @pl.when(warpgroup == 2)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
             if interpret:  # knows no warps
-                fetch_all()
+                copy()
             else:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy))
 
         @pl.when(warpgroup < 2)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            first = warpgroup * HALF * waves  # this warpgroup's rows of a tile
-            mine = [pl.ds(first + wave * HALF, HALF) for wave in range(waves)]
-            for slot in range(stages):
-                plgpu.barrier_arrive(free.at[slot])
+            multiply_all(core, operands[-1], out, result=result, **shared)
 
-            def compute_tile(count: Index, t: Index, j: Index) -> None:
-                def add_step(k: Index, slot: Index, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    scale: Any = rhs_scale[k, j] if is_square else None
-                    plgpu.barrier_wait(full.at[slot])
-                    of_rows = [load(row_scales, (slot, at), layout.reduce(1), interpret) for at in mine]
-                    new = []
-                    for wave, (place, total) in enumerate(zip(mine, totals)):
-
-                        def multiply(sums: Ref, place: Any = place) -> jax.Array:
-                            right = columns.at[slot]
-                            right = right if interpret else plgpu.transpose_ref(right, (1, 0))
-                            plgpu.wgmma(sums, codes.at[slot, place], right)
-                            return sums[...]
-
-                        sums = pl.run_scoped(multiply, plgpu.ACC((HALF, TILE), jnp.float32))
-                        if staggers and wave == 0:
-                            pl.when((k == 0) & (warpgroup == 0))(lambda: plgpu.barrier_arrive(turn))
-                        if is_square:
-                            factor = repeated(of_rows[wave] * scale, 1)
-                        else:
-                            of_columns = load(shared["column_scales"], (slot,), layout.reduce(0), interpret)
-                            factor = repeated(of_rows[wave], 1) * repeated(of_columns, 0)
-                        if wave == waves - 1:
-                            if one_releases and not is_square:
-                                # All threads of the warpgroup have read the scales of the columns.
-                                plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
-                            plgpu.barrier_arrive(free.at[slot])
-                        new.append(total + sums * factor)
-                    return tuple(new)
-
-                if staggers:
-                    pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn))
-                zeros = jnp.zeros((HALF, TILE), jnp.float32)
-                zeros = zeros if interpret else plgpu.layout_cast(zeros, layout)
-                for place, total in zip(mine, for_steps(count, add_step, (zeros,) * waves)):
-                    for start in range(0, TILE, _PIECE):
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        result[warpgroup] = total[:, start : start + _PIECE].astype(out_dtype)
-                        plgpu.commit_smem()
-                        to = pl.ds(t * rows + place.start, HALF), pl.ds(j * TILE + start, _PIECE)
-                        plgpu.copy_smem_to_gmem(result.at[warpgroup], out.at[to])
-
-            for_tiles(compute_tile)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
+    # All 128 threads of a warpgroup arrive at a barrier of one core, and one of them at that of a cluster.
     arrivals: dict[str, Any] = {"num_arrivals": 2, "num_barriers": stages}
     of_cluster = plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
     run = plgpu.kernel(
@@ -233,13 +244,13 @@ def block_gemm(
             "columns": plgpu.SMEM((stages, TILE, SCALE_COLUMNS), rhs.dtype, transforms=in_units(1)),
             "row_scales": plgpu.SMEM((stages, rows), jnp.float32),
             **({} if is_square else {"column_scales": plgpu.SMEM((stages, TILE), jnp.float32)}),
-            "result": plgpu.SMEM((2, HALF, _PIECE), out_dtype, transforms=in_units(out_dtype.itemsize)),
+            "result": plgpu.SMEM((2, HALF, piece), out_dtype, transforms=in_units(out_dtype.itemsize)),
             "full": plgpu.Barrier(num_arrivals=3 if is_square else 4, num_barriers=stages),
-            "free": of_cluster if one_releases else plgpu.Barrier(**arrivals),
-            "turn": plgpu.Barrier(),
+            "free": plgpu.Barrier(**arrivals) if interpret else of_cluster,
         },
         interpret=interpret,
     )
+    # The interpreter cannot multiply by a transposed reference.
     operands = vary_alike(lhs, rhs.T if interpret else rhs, lhs_scale, rhs_scale)
     with jax.named_scope(BLOCK_GEMM_HOPPER), jax.enable_x64(False):
         product = run(*operands)

@@ -64,7 +64,7 @@ def test_the_kernel_that_copies_ahead(height, monkeypatch):
     rng = np.random.default_rng(0)
     codes = [jnp.asarray(rng.normal(size=(256, 384)), E4M3) for _ in range(2)]
     scales = [jnp.asarray(rng.uniform(0.5, 2, (3, n)), jnp.float32) for n in (256, 256 // height)]
-    config = hopper_ahead.Config(stages=2, cluster=1, one_releases=False)
+    config = hopper_ahead.Config(stages=2, cluster=1)
     interpret = InterpretGPUParams(detect_races=False)
     out = hopper_ahead.block_gemm(*zip(codes, scales), jnp.float32, config, interpret)
     wide = [
@@ -75,10 +75,16 @@ def test_the_kernel_that_copies_ahead(height, monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_kernel_that_copies_ahead_compiles_and_is_chosen_by_the_switch_alone(monkeypatch):
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_the_kernel_that_copies_ahead_compiles_and_is_chosen_by_the_switch_alone(out_dtype, monkeypatch):
     seen, compute = [], hopper_ahead.compute
     monkeypatch.setattr(hopper_ahead, "compute", lambda *args: seen.append(args) or compute(*args))
-    dot = partial(fp8_dot_general, dimension_numbers=MATMUL, recipe=RECIPES["block128"])
+    dot = partial(
+        fp8_dot_general,
+        dimension_numbers=MATMUL,
+        recipe=RECIPES["block128"],
+        preferred_element_type=out_dtype,
+    )
     for is_on in (False, True):
         with new_kernels(is_on):
             report = fp8.audit(dot, struct(512, 256), struct(256, 512))
