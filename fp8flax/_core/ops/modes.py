@@ -17,17 +17,16 @@ from fp8flax._core.measuring import Number, Numbers, numbers_of
 from fp8flax._core.names import OPERANDS
 from fp8flax._core.observe import Report, mode, report, report_amax
 from fp8flax._core.ops.contract import Contraction, Operands, Scales, States
+from fp8flax._core.qtensor import Given
 from fp8flax._core.quantize import on_cotangent
 from fp8flax._core.types import PyTree
 
 _places = itertools.count()
 """Numbers the places in programs that call an op. A loop calls the op at one place several times."""
 
-Tensors = dict[str, jax.Array]
-"""Input and kernel, or the output gradient, by role."""
 
-Seen: TypeAlias = tuple[list[jax.Array], jax.Array | None]
-"""The tensors after their report, and the number of the call."""
+Label: TypeAlias = tuple[tuple[str, ...], int]
+"""The path of an op in the model, and the number of the place that calls it."""
 
 
 class Errors(NamedTuple):
@@ -53,27 +52,20 @@ def observed(
 ) -> jax.Array:
     """Returns the product, and reports its tensors to the host, for ``calibrate`` or ``statistics``."""
     observing = mode.value
-    look: Callable[..., Seen] = (
-        _with_amax if observing.calibrates else partial(_with_errors, observing.path, next(_places))
-    )
-
-    def look_at_cotangent(g: jax.Array, args: tuple[PyTree, ...]) -> tuple[jax.Array, PyTree]:
-        plan, _, scales, _ = args
-        (g,), _ = look({"output_grad": g}, *args)
-        # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
-        amaxes = dict.fromkeys(scales)
-        if observing.calibrates and "output_grad" in scales:
-            amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g), scales["output_grad"])
-        return g, (None, None, amaxes, None)
-
+    at_cotangent: Callable[..., tuple[jax.Array, PyTree]]
+    kept: PyTree
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
-        (x, w), call = look(dict(zip(OPERANDS, operands)), plan, states, scales, None)
+        if observing.calibrates:
+            x, w = (_with_amax(plan, role, x, states) for role, x in zip(OPERANDS, operands))
+            at_cotangent, kept = _amax_of_cotangent, states
+        else:
+            label = observing.path, next(_places)
+            (x, w), kept = _with_errors(label, plan, dict(zip(OPERANDS, operands)), scales)
+            at_cotangent = partial(_errors_of_cotangent, label)
         out = compute((x, w), scales)
-        args = plan, states, scales, call
-        return (
-            cast(jax.Array, on_cotangent(look_at_cotangent, out, args, args)) if observing.backward else out
-        )
+        args = plan, scales, kept
+        return cast(jax.Array, on_cotangent(at_cotangent, out, scales, args)) if observing.backward else out
 
 
 def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
@@ -81,22 +73,31 @@ def _amax(plan: Contraction, role: str, x: jax.Array) -> jax.Array:
     return plan.amax(role, plan.canonical(role, lax.stop_gradient(x)))
 
 
-def _with_amax(tensors: Tensors, plan: Contraction, states: States, *_: object) -> Seen:
-    """Reports the amax of each tensor with delayed scaling."""
-    seen = tensors | {
-        role: report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
-        for role, x in tensors.items()
-        if role in states
-    }
-    return [*seen.values()], None
+def _with_amax(plan: Contraction, role: str, x: jax.Array, states: States) -> jax.Array:
+    """Reports the amax of a tensor for ``calibrate``, if it has delayed scaling; returns the tensor."""
+    if role not in states:
+        return x
+    return report_amax(plan.recipe.delayed[role], x, _amax(plan, role, x), states[role])
 
 
-def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyTree) -> Seen:
-    """Reports the ``Errors`` of a pass for ``statistics``, under the label ``(path, place, roles)``."""
-    plan, _, scales, call = lax.stop_gradient(args)
+def _amax_of_cotangent(g: jax.Array, args: tuple[Contraction, Scales, States]) -> tuple[jax.Array, PyTree]:
+    """Reports the amax of a cotangent; returns it with the cotangents of the scales."""
+    plan, scales, states = args
+    g, amaxes = _with_amax(plan, "output_grad", g, states), dict.fromkeys(scales)
+    # ``calibrate`` differentiates the states alone, so their gradient must depend on the report.
+    if "output_grad" in scales:
+        amaxes["output_grad"] = merge_amax(_amax(plan, "output_grad", g), scales["output_grad"])
+    return g, amaxes
+
+
+def _with_errors(
+    label: Label, plan: Contraction, tensors: dict[str, jax.Array], scales: Scales, call: Given = None
+) -> tuple[list[jax.Array], jax.Array]:
+    """Reports the ``Errors`` of a pass for ``statistics``; returns the tensors and the number of the call.
+
+    ``tensors`` are input and kernel, or the output gradient, by role.
+    """
     roles = tuple(role for role in tensors if any(plan.recipe.of_role(role)))
-    if not roles and "output_grad" in tensors:  # a wide backward pass has nothing to report
-        return [*tensors.values()], None
 
     def numbers(role: str, x: jax.Array, scales: Scales) -> jax.Array:
         x = plan.canonical(role, x)
@@ -108,7 +109,7 @@ def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyT
         counted = Numbers._fields.index("nonfinite")
         return jnp.stack([found[0], *(each.at[counted].set(0) for each in found[1:])])
 
-    def measured(tensors: Tensors, scales: Scales) -> Errors:
+    def measured(tensors: dict[str, jax.Array], scales: Scales) -> Errors:
         found = Errors([numbers(role, tensors[role], scales) for role in roles])
         if "kernel" not in tensors:
             return found
@@ -116,6 +117,17 @@ def _with_errors(path: tuple[str, ...], place: int, tensors: Tensors, *args: PyT
         return found._replace(of_kernel=jnp.stack([jnp.sum(wide), jnp.sum(jnp.abs(wide))]))
 
     first, *others = tensors.values()
-    found = on_automatic_axes(measured, first)(lax.stop_gradient(tensors), scales)._replace(call=call)
-    first, number = report(first, (path, place, roles), *jax.tree.leaves(found))
+    constants = lax.stop_gradient((tensors, scales))
+    found = on_automatic_axes(measured, first)(*constants)._replace(call=call)
+    first, number = report(first, (*label, roles), *jax.tree.leaves(found))
     return [first, *others], number
+
+
+def _errors_of_cotangent(
+    label: Label, g: jax.Array, args: tuple[Contraction, Scales, jax.Array]
+) -> tuple[jax.Array, PyTree]:
+    """Reports the ``Errors`` of a cotangent; returns it with the cotangents of the scales."""
+    plan, scales, call = args
+    if any(plan.recipe.of_role("output_grad")):  # a wide backward pass has nothing to report
+        (g,), _ = _with_errors(label, plan, {"output_grad": g}, scales, call)
+    return g, dict.fromkeys(scales)
