@@ -209,7 +209,7 @@ def _ragged(gemm: Gemm, a: AnyTensor, b: AnyTensor, group_sizes: jax.Array) -> j
     ):
         return in_tiles(a, b, group_sizes)
     whole, scope = in_tiles, ""
-    if hopper_experts.supports(gemm, a.quantizer, b.quantizer, gemm.sizes(a, b), compute_capability()):
+    if hopper_experts.supports(gemm, a, b, group_sizes.size, compute_capability()):
         whole, scope = partial(hopper_experts.compute, gemm), GROUPED_GEMM
 
     def of_part(a: QTensor, b: QTensor, group_sizes: jax.Array, rows: jax.Array) -> jax.Array:

@@ -12,18 +12,21 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.gemm import hopper
-from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm, GemmSizes, are_positive
+from fp8flax._core.gemm.gemm import SCALE_COLUMNS, TILE, Gemm
+from fp8flax._core.gemm.gpus import fits_kernels
 from fp8flax._core.gemm.hopper import Index, Operand, Step, operand
 from fp8flax._core.gemm.ragged import Visits, is_of_expert, visits_of
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import QTensor, Quantizer, round_up
+from fp8flax._core.qtensor import QTensor, round_up
 
 
-def supports(gemm: Gemm, lhs: Quantizer, rhs: Quantizer, sizes: GemmSizes, capability: float) -> bool:
-    """Returns whether the GPU kernel multiplies codes of two quantizers."""
-    has_scales = all(x.block is None or x.scale_columns == SCALE_COLUMNS for x in (lhs, rhs))
-    has_dtypes = hopper.multiplies(lhs, rhs, capability) and gemm.out_dtype.itemsize <= 4
-    return has_scales and has_dtypes and are_positive(sizes)
+def supports(gemm: Gemm, a: QTensor, b: QTensor, num_experts: int, capability: float) -> bool:
+    """Returns whether the GPU kernel multiplies two operands with positive sizes; see ``compute``."""
+    quantizers = a.quantizer, b.quantizer
+    has_scales = all(x.block is None or x.scale_columns == SCALE_COLUMNS for x in quantizers)
+    has_dtypes = hopper.multiplies(*quantizers, capability) and gemm.out_dtype.itemsize <= 4
+    depth, columns = (round_up(size, TILE) for size in (a.shape[1], gemm.sizes(a, b).n))
+    return has_scales and has_dtypes and fits_kernels(a.shape, (num_experts, depth, columns))
 
 
 def compute(gemm: Gemm, a: QTensor, b: QTensor, group_sizes: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from fp8flax._core.gemm.gemm import Gemm
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._core.ops.ragged_dot import RaggedDot
 from fp8flax._core.qtensor import Dims
-from tests.cases import error_of_product, tiled_gemm_in_jax, with_reference
+from tests.cases import error_of_product, struct, tiled_gemm_in_jax, with_reference
 
 ROWS, TILE = 384, 128
 
@@ -174,3 +174,18 @@ def test_which_gpus_have_the_kernel(blocks):
         with compiling_for(GPUS.get(gpu)), jax.enable_x64(blocks):
             found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
             assert found == 2 * count
+
+
+@pytest.mark.parametrize(("experts", "count"), [(255, 3), (256, 0)])
+def test_the_kernel_counts_elements_in_32_bits(experts, count):
+    """256 kernels of 2048 times 4096 have 2**31 elements."""
+
+    def step(x, w):
+        out, vjp = jax.vjp(partial(RaggedDot.in_fp8, recipe=fp8.Float8BlockScaling()), x, w, sizes)
+        return vjp(out)[:2]
+
+    sizes = jnp.ones(experts, np.int32)
+    operands = struct(512, 2048), struct(experts, 2048, 4096)
+    with compiling_for(GPUS["h200"]):
+        found = str(jax.make_jaxpr(step)(*operands)).count("name=fp8_grouped_gemm")
+    assert found == 2 * count
