@@ -123,7 +123,14 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
 def _records(reports: Sequence[Report]) -> dict[Tensor, np.ndarray]:
     """Returns the ``Numbers`` of each tensor, ``(records, numbers)``.
 
-    Equal records of several devices count once.
+    Equal records of several devices count once. For the ten ``Numbers`` of an input with two quantizers, in
+    an op at the path ``p``::
+
+        the layer            forward reports  of_kernel  of_roles[0]  the input of
+        alone                1                (2,)       (2, 10)      p: 2 records
+        nn.scan over three   3                (2,)       (2, 10)      p[0], p[1], p[2]: 2 records each
+        nn.vmap over three   1                (3, 2)     (1, 2, 10)   p[0], p[1], p[2]: 2 records each
+        jax.vmap, 4 examples 1                (1, 2)     (4, 2, 10)   p: 8 records
     """
     sums: dict[Hashable, list[np.ndarray]] = defaultdict(list)
     for one in reports:
