@@ -199,17 +199,17 @@ class CustomRecipe(Recipe):
             "output_grad": (self.dgrad.lhs, self.wgrad.rhs),
         }[role]
 
-    @property
+    @cached_property
     def quantizers(self) -> tuple[Quantizer | None, ...]:
         """Returns the quantizers of all six operands, GEMM by GEMM."""
         return tuple(q for gemm in (self.forward, self.dgrad, self.wgrad) for q in (gemm.lhs, gemm.rhs))
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Returns whether a quantizer rounds stochastically, and needs a random key."""
         return any(quantizer and quantizer.stochastic_rounding for quantizer in self.quantizers)
 
-    @property
+    @cached_property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
         return {role: quantizer for role in ROLES for quantizer in self._delayed(role)}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
@@ -118,7 +118,7 @@ class Contraction:
         """Returns the layout of each tensor, by its role."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, tuple[Dims, ...]]:
         """Returns what the first and the second product of each tensor contract, by its role."""
         return {role: layout.dims for role, layout in self.layouts.items()}
