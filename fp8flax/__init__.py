@@ -5,6 +5,8 @@ JAX and Flax), ``_core`` (all that needs no framework), ``_audit``, ``_linen`` a
 modules), ``_model``, ``_train``, ``_serve``, ``nnx`` (public names) and ``demo``.
 """
 
+import types
+
 # Ops that layers take.
 from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp
 from fp8flax._linen.ops import Fp8DotGeneralOp as Fp8DotGeneralOp
@@ -100,3 +102,12 @@ from fp8flax._linen.ops import NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp
 from fp8flax._linen.ops import Fp8Einsum as Fp8Einsum
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """Imports ``fp8flax.nnx`` at its first use: Flax NNX costs users of Linen half a second."""
+    if name == "nnx":
+        import fp8flax.nnx
+
+        return fp8flax.nnx
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 import typing
 from collections import Counter
 from pathlib import Path
@@ -44,3 +46,12 @@ def test_each_name_is_on_one_page_of_the_api(package):
     of_nnx = Counter({name: n for name, n in described.items() if name.startswith("fp8flax.nnx.")})
     names = Counter(f"{package.__name__}.{name}" for name in names_of(package))
     assert names == (of_nnx if package is fp8nnx else described - of_nnx)
+
+
+def test_nnx_is_imported_at_its_first_use():
+    """``fp8.nnx`` is there without an import of its own, and users of Linen do not pay for it."""
+    script = (
+        "import sys, fp8flax as fp8; assert 'flax.nnx' not in sys.modules; op = fp8.nnx.Fp8DotGeneralOp();"
+        "assert not hasattr(fp8, 'jax')"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
