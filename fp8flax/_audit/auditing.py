@@ -45,6 +45,7 @@ def audit(
         An ``AuditReport``; ``print`` it.
 
     Raises:
+        TypeError: ``fn`` is a lowered or a compiled function.
         ValueError: ``target`` is not known, or it is a mesh of devices that ``compile_only_devices`` did
             not return, or no argument lies on this mesh; or the local device is a TPU.
         ImportError: the extra is missing, or does not fit the installed jaxlib.

@@ -171,6 +171,11 @@ def compile_for(
     Also returns whether XLA was not allowed to use Triton, which would get GEMMs that ask for cublasLt in
     vain.
     """
+    if isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
+        raise TypeError(
+            "fn must be a function, which the audit compiles for its target; got jax.stages."
+            f"{type(fn).__name__}. Pass the function that was lowered, and its arguments."
+        )
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     mesh = target.mesh
     unnamed: jax.sharding.Sharding | None = None

@@ -348,6 +348,14 @@ def test_assert_fp8():
             assert_fp8(*args, min_flops=share, target="local")
 
 
+def test_programs_that_are_compiled_already():
+    x = struct(16, 16)
+    lowered = jax.jit(jnp.dot).lower(x, x)
+    for program in (lowered, lowered.compile()):
+        with pytest.raises(TypeError, match="Pass the function that was lowered"):
+            fp8.audit(program, x, x, target="local")
+
+
 def test_targets_that_cannot_be_audited(monkeypatch):
     with pytest.raises(ValueError, match="h200"):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="h20")
