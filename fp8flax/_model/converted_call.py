@@ -153,9 +153,9 @@ class Call(Interception):
             leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
-        site = self.decide(site, kernel)
+        site = self.decide(site)
         if not site.converts:
             return names.NOT_CONVERTED
         if self.on_op is None and is_off():
@@ -170,10 +170,10 @@ class Call(Interception):
         op = OPS[site.op](
             recipe=site.recipe, **dict(site.options), parent=scope_below(site.module.scope, site.name)
         )
-        object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
+        object.__setattr__(op, "has_kernel", site.kernel is not None)  # a module is frozen
         return op._run
 
-    def decide(self, site: Site, kernel: Origin | None) -> Site:
+    def decide(self, site: Site) -> Site:
         """Returns a contraction with the name of its op and the decision of the rules, and records it."""
         module, impossible = site.module, site.impossible
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
@@ -182,7 +182,7 @@ class Call(Interception):
             impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
-        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site, kernel)}", impossible=impossible)
+        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site)}", impossible=impossible)
         # A converted model inside of this one has its own rules.
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
@@ -217,17 +217,17 @@ class Call(Interception):
         return value
 
 
-def _name_in_layer(site: Site, kernel: Origin | None) -> str:
+def _name_in_layer(site: Site) -> str:
     """Returns the end of the name of an op; in a layer of Flax it is that of an op given by hand.
 
     This is ``0`` in ``nn.Dense``, whose op is ``Fp8DotGeneralOp_0``, and ``w`` for ``x @ self.w``.
     """
     module, fields = site.module, ("dot_general_cls", "conv_general_dilated_cls")
     is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
-    if is_layer and kernel is not None:
+    if is_layer and site.sources:
         # A layer of Flax has one contraction. (But other code may have added parameters, such as Qwix's
         # kernel_lora_a.)
-        own = [source.path[-1] for source in kernel.sources if source.path[:-1] == site.path]
+        own = [source.path[-1] for source in site.sources if source.path[:-1] == site.path]
         if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
             return "0"
     return site.name
@@ -248,17 +248,16 @@ class CountingCall(Call):
         with super().in_frame(module, method), in_module(module.path):
             yield
 
-    def choose(self, site: Site, kernel: Origin | None) -> str:
+    def choose(self, site: Site) -> str:
         """Returns the scope by which ``report`` finds a contraction."""
-        return scope_in(self.decided, self.decide(site, kernel))
+        return scope_in(self.decided, self.decide(site))
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
     ) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
-        origin = self.origins.of(operands[1])
-        kernel = None if origin is None else "/".join(origin.sources[0].path)
-        site = given_site(op, op.path[:-1], kernel, *operands)
+        kernel = self.origins.of(operands[1]) or Origin()
+        site = given_site(op, op.path[:-1], kernel.sources, *operands)
         self.decided[site.key] = site
         with jax.named_scope(scope_in(self.decided, site)):
             return op.op_type.plain(*operands, **keywords)

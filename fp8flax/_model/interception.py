@@ -97,7 +97,7 @@ class Interception:
         self.custom_vjps: list[bool] = []
         """For each running function without a program, whether it has a derivative of its own."""
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the FP8 op that computes a contraction, or the scope to compute it in without FP8."""
         raise NotImplementedError
 
@@ -120,8 +120,8 @@ class Interception:
         op_type = op_type_of(primitive)
         if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
-                site, kernel, run_op = self._contraction(op_type, operands, params)
-                op = self.choose(site, kernel)
+                site, run_op = self._contraction(op_type, operands, params)
+                op = self.choose(site)
                 if not isinstance(op, str):
                     return run_op(op)
             with jax.named_scope(op):
@@ -156,13 +156,11 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    def _contraction(
-        self, op_type: type[Op], operands: Operands, params: Params
-    ) -> tuple[Site, Origin | None, RunOp]:
+    def _contraction(self, op_type: type[Op], operands: Operands, params: Params) -> tuple[Site, RunOp]:
         """Returns the contraction that a primitive computes, with the kernel on the right.
 
-        The ``name`` of the site is the part of the op's name that comes from the kernel. The origin of the
-        kernel is None for two activations or two parameters. An op takes the arguments of ``Op.plain``.
+        The ``name`` of the site is the part of the op's name that comes from the kernel. An op takes the
+        arguments of ``Op.plain``.
         """
         lhs, rhs, *more = operands
         frame = self.frames[-1]
@@ -194,7 +192,7 @@ class Interception:
         site = Site(
             path=frame.path,
             module=frame.module,
-            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
+            sources=() if kernel is None else kernel.sources,
             op=op_type,
             shapes=(lhs.shape, rhs.shape),
             dtypes=(lhs.dtype, rhs.dtype),
@@ -212,7 +210,7 @@ class Interception:
                 out = op(lhs, rhs, *arguments, **keywords)
             return restore(out)
 
-        return site, kernel, run_op
+        return site, run_op
 
     def _numbered(self, frame: Frame, kind: str) -> str:
         """Returns the name of a contraction without a kernel, such as ``decode_product_0``."""

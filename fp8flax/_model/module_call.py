@@ -105,7 +105,7 @@ class ModuleCall(Interception):
             return None
         return origin._replace(sources=tuple(x._replace(path=below[x.path]) for x in origin.sources))
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the op that the module has for a contraction, or the scope that says why it runs wide."""
         op = getattr(site.module, attribute_of(site), None)
         if op is None or isinstance(op, LeftWide) or site.impossible is not None:

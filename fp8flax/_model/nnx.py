@@ -34,7 +34,7 @@ from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
-from fp8flax._model.param_origin import Origin
+from fp8flax._model.param_origin import Source
 from fp8flax._model.report import GIVEN, ModelReport, given_site, in_module, report_of, scope_in
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.tracing import program_of
@@ -99,7 +99,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
         yield Site(
             path=path,
             module=module,
-            kernel="/".join((*path, "kernel")),
+            sources=(Source((*path, "kernel"), shape),),
             op=op_type,
             shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
@@ -164,7 +164,7 @@ class DryRun:
     def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         op: Fp8Op = self.modules[path]
-        site = given_site(op, path[:-1], None, *args)._replace(module=op)
+        site = given_site(op, path[:-1], (), *args)._replace(module=op)
         with jax.named_scope(self.record(site)):
             return op.op_type.plain(*args, **kwargs)
 
@@ -188,16 +188,15 @@ class DryRunCall(ModuleCall):
         with super().in_frame(module, method), in_module(module._fp8_path):
             yield
 
-    def choose(self, site: Site, kernel: Origin | None) -> str:
+    def choose(self, site: Site) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
         path = site.module._fp8_path
         site = site._replace(path=path, module=self._dry_run.modules[path], name=attribute_of(site))
-        if kernel is not None:
-            source = kernel.sources[0]
+        for source in site.sources[:1]:
             whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
             stacked, impossible = _stack_of(whole, source.shape)
             site = site._replace(
-                kernel="/".join((*path, *source.path)),
+                sources=(source._replace(path=(*path, *source.path)),),
                 impossible=site.impossible or impossible,
                 stacked=stacked,
             )

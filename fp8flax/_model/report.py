@@ -21,6 +21,7 @@ from fp8flax._core.tables import table_lines
 from fp8flax._core.types import Path
 from fp8flax._linen.ops import op_type_of
 from fp8flax._model.interception import HANDLED
+from fp8flax._model.param_origin import Source
 from fp8flax._model.rules import Site
 
 NOT_RUN = "its op did not run in this call"
@@ -111,12 +112,12 @@ def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
     return f"{COUNTED}{[*sites].index(site.key)}"
 
 
-def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
+def given_site(op: OpBase, path: Path, sources: tuple[Source, ...], *operands: jax.Array) -> Site:
     """Returns the contraction of an op that the user gave to the module at this path."""
     lhs, rhs, *arguments = operands
     shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
     sizes = op_type.sizes(*shapes, *arguments)
-    site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
+    site = Site(path, type(op), sources, op_type, shapes, dtypes, sizes, is_matmul=True)
     return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
