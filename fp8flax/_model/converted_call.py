@@ -16,14 +16,19 @@ parameters, the state is stacked, sliced and shared as the kernels are. For a sc
 Names are written in the other case there. So no parameter of the model has such a name, and the filter
 ``{"kernel"}`` of ``nn.WeightNorm`` does not match.
 
-When code outside of the model calls a method, ``linen.py`` makes a ``Call``:
+When code outside of the model calls a method, ``within_call`` makes a ``Call``. Its methods are called in
+this order. Subclasses change some of them: C is ``CountingCall`` (``linen.py``), which lists contractions;
+R and S are ``RecordingCall`` and ``ServingCall`` (``_serve/linen.py``), which trace and run frozen models::
 
-1. ``put_in`` moves the state of all ops among the parameters, in an ``nn.map_variables`` around the method.
-2. ``around`` runs each method of a module ``in_frame``: it records which values are parameters, and watches
-   the primitives.
-3. ``choose`` gets each contraction. If the rules convert it, an op is made below the module, and gets its
-   state from ``state_of``. In ``init``, ``state_of`` makes the state.
-4. ``take_out`` moves the state back.
+    who calls             the method     changed by   which
+    ``nn.map_variables``  ``put_in``     R, S         moves the state of all ops among the parameters
+    Linen                 ``around``                  runs each method of a module, in the next two contexts
+    ``around``            ``in_frame``   C            records which values are parameters
+    ``in_frame``          ``watching``                sends the primitives to the call, unless FP8 is off
+    ``on_primitive``      ``choose``     C            makes the op of a contraction that the rules convert
+    the op                ``on_op``      C, R, S      computes the op in another way, if there is one
+    the op                ``state_of``                reads the state of the op; in ``init`` makes the state
+    ``nn.map_variables``  ``take_out``   S            moves the state back
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import wraps
 from typing import Any, cast
 
 import flax.core
@@ -41,23 +47,63 @@ import numpy as np
 from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
+from fp8flax._compat.flax_internals import (
+    call_of,
+    having,
+    in_call,
+    running,
+    scope_below,
+    showing,
+    unwrapped,
+    variables_of,
+)
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core import names
 from fp8flax._core.autocast import is_off
 from fp8flax._core.ops.op import StateLeaf
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
-from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import given_site, in_module, scope_in
 from fp8flax._model.rules import Site
 
 Variables = Mapping[str, PyTree]
 """Collections of variables by their names."""
+
+
+def within_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
+
+    @wraps(method, updated=())
+    def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        outer = call_of(self.scope)
+        # A converted model inside of another one is a part of its call; a frozen model has its own call.
+        is_part = outer is not None and (outer.cls is type(self) or self._fp8_make_call is Call)
+        if self.scope is None or is_part:
+            return method(self, *args, **kwargs)
+        call = self._fp8_make_call(self)
+
+        def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            with call.in_frame(module, None):
+                return method(module, *args, **kwargs)
+
+        collections = names.PARAMS, names.OVERWRITE_WITH_GRADIENT
+        mapped = nn.map_variables(unwrapped(run), collections, call.put_in, call.take_out, mutable=True)
+        # The interception is also around setup, which Linen runs before the method.
+        with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
+            try:
+                result = mapped(self, *args, **kwargs)
+            except AssertionError as error:  # nn.scan does not say what is wrong
+                error.add_note(
+                    "Scaling state is stacked as parameters are. Stack them along axis 0, 1 or -1."
+                )
+                raise
+        if call.is_init and getattr(method, "__name__", "") == "__call__":
+            call.rules.check(call.decided.values(), has_ops=call.has_ops)
+        return result
+
+    return nn.nowrap(begin)
 
 
 class Call(Interception):
@@ -231,36 +277,6 @@ def _name_in_layer(site: Site) -> str:
         if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
             return "0"
     return site.name
-
-
-class CountingCall(Call):
-    """A call whose contractions ``report`` counts: each is in the scope of ``scope_in``, none in FP8."""
-
-    has_ops = True  # a model that converts nothing can be reported
-
-    def __init__(self, model: Any, *, counted: dict[Hashable, Site]) -> None:
-        super().__init__(model)
-        self.decided = counted
-
-    @contextlib.contextmanager
-    def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
-        """A context in which a method of a module runs, in a scope of the module."""
-        with super().in_frame(module, method), in_module(module.path):
-            yield
-
-    def choose(self, site: Site) -> str:
-        """Returns the scope by which ``report`` finds a contraction."""
-        return scope_in(self.decided, self.decide(site))
-
-    def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
-    ) -> jax.Array:
-        """Counts an op that the user gave to a layer, and computes it without FP8."""
-        kernel = self.origins.of(operands[1]) or Origin()
-        site = given_site(op, op.path[:-1], kernel.sources, *operands)
-        self.decided[site.key] = site
-        with jax.named_scope(scope_in(self.decided, site)):
-            return op.op_type.plain(*operands, **keywords)
 
 
 def state_in_params(variables: Variables) -> dict[str, PyTree]:
