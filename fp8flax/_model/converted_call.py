@@ -175,12 +175,10 @@ class Call(Interception):
         # A transformation such as nn.scan makes a new root, whose variables are slices.
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._record_params(scope.root, variables_of(scope.root))
-        self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        try:
-            with showing(scope, state_apart, lambda new: self._record_params(scope, new)), self.watching():
-                yield
-        finally:
-            self.frames.pop()  # JAX may keep the trace alive
+        frames = [*self.frames, Frame(module, method, scope.path, trace_behind())]
+        shown = showing(scope, state_apart, lambda new: self._record_params(scope, new))
+        with having(self, frames=frames), shown, self.watching():
+            yield
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""

@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -68,6 +68,8 @@ class Frame:
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
     trace: Trace | None = None
     """The trace of JAX that a method of a Linen module runs in."""
+    below: Mapping[Path, Path] = dataclasses.field(default_factory=dict)
+    """In NNX, the paths of variables below the module, by their first paths in the call."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -92,7 +94,9 @@ class Interception:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        """The methods that are running, from the outermost to the innermost."""
+        """The methods that are running, from the outermost to the innermost.
+
+        Those that have ended are not in it, because JAX may keep a trace and its handler alive."""
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
         """For each running function without a program, whether it has a derivative of its own."""
