@@ -51,8 +51,8 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 
 The pattern matches whole words, because a module's name, such as ``fp8_op_1``, may begin with one."""
 
-RunOp: TypeAlias = Callable[[Callable[..., jax.Array]], jax.Array]
-"""Computes one contraction by the op that it gets."""
+Restore: TypeAlias = Callable[[jax.Array], jax.Array]
+"""Makes the result of a contraction from that of its op."""
 
 
 @dataclasses.dataclass
@@ -124,10 +124,12 @@ class Interception:
         op_type = op_type_of(primitive)
         if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
-                site, run_op = self._contraction(op_type, operands, params)
+                site, arguments, keywords, restore = self._contraction(op_type, operands, params)
                 op = self.choose(site)
                 if not isinstance(op, str):
-                    return run_op(op)
+                    with jax.named_scope(BY_OP):
+                        out = op(*arguments, **keywords)
+                    return restore(out)
             with jax.named_scope(op):
                 return self.compute(front, primitive, operands, params)
         if primitive.name in self.opens and self._should_open(primitive.name, operands, params):
@@ -160,11 +162,13 @@ class Interception:
         self.origins.follow(operands, results)
         return results
 
-    def _contraction(self, op_type: type[Op], operands: Operands, params: Params) -> tuple[Site, RunOp]:
-        """Returns the contraction that a primitive computes, with the kernel on the right.
+    def _contraction(
+        self, op_type: type[Op], operands: Operands, params: Params
+    ) -> tuple[Site, tuple[Any, ...], dict[str, Any], Restore]:
+        """Returns the contraction that a primitive computes, and the arguments of its op, as ``Op.plain``.
 
-        The ``name`` of the site is the part of the op's name that comes from the kernel. An op takes the
-        arguments of ``Op.plain``.
+        The kernel is on the right. The ``name`` of the site is the part of the op's name that comes from
+        the kernel.
         """
         lhs, rhs, *more = operands
         frame = self.frames[-1]
@@ -172,7 +176,7 @@ class Interception:
             params = {**params, "precision": None}  # the recipe sets the accumulation, as for ops by hand
         arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
         left, kernel, impossible = self.origin_of(lhs), self.origin_of(rhs), op_type.unsupported(params)
-        restore: Callable[[jax.Array], jax.Array] = lambda out: out  # noqa: E731
+        restore: Restore = lambda out: out  # noqa: E731
         swap = op_type.swapped if left is not None and kernel is None else None
         if swap is not None:  # the kernel is on the left, as in w @ x
             arguments, restore = swap(lhs, rhs, *arguments)
@@ -208,13 +212,7 @@ class Interception:
             is_swapped=swap is not None,
             in_custom_vjp=any(self.custom_vjps),
         )
-
-        def run_op(op: Callable[..., jax.Array]) -> jax.Array:
-            with jax.named_scope(BY_OP):
-                out = op(lhs, rhs, *arguments, **keywords)
-            return restore(out)
-
-        return site, run_op
+        return site, (lhs, rhs, *arguments), keywords, restore
 
     def _numbered(self, frame: Frame, kind: str) -> str:
         """Returns the name of a contraction without a kernel, such as ``decode_product_0``."""

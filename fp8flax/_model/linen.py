@@ -23,7 +23,7 @@ from fp8flax._core.types import PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, within_call
 from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import ModelReport, given_site, in_module, report_of, scope_in
+from fp8flax._model.report import ModelReport, add_site, given_site, in_module, report_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._model.subclasses import subclass_of
 from fp8flax._model.tracing import eval_init, program_of
@@ -50,7 +50,7 @@ def quantize(model: object, rules: Rules) -> nn.Module:
 
 
 class CountingCall(Call):
-    """A call whose contractions ``report`` counts: each is in the scope of ``scope_in``, none in FP8."""
+    """A call whose contractions ``report`` counts: each is in the scope of ``add_site``, none in FP8."""
 
     has_ops = True  # a model that converts nothing can be reported
 
@@ -66,7 +66,8 @@ class CountingCall(Call):
 
     def choose(self, site: Site) -> str:
         """Returns the scope by which ``report`` finds a contraction."""
-        return scope_in(self.decided, self.decide(site))
+        site = self.decide(site)
+        return add_site(self.decided, site._replace(module=type(site.module)))
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
@@ -74,8 +75,7 @@ class CountingCall(Call):
         """Counts an op that the user gave to a layer, and computes it without FP8."""
         kernel = self.origins.of(operands[1]) or Origin()
         site = given_site(op, op.path[:-1], kernel.sources, *operands)
-        self.decided[site.key] = site
-        with jax.named_scope(scope_in(self.decided, site)):
+        with jax.named_scope(add_site(self.decided, site)):
             return op.op_type.plain(*operands, **keywords)
 
 

@@ -107,8 +107,9 @@ class ModelReport:
         return "\n".join(lines)
 
 
-def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
-    """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
+def add_site(sites: dict[Hashable, Site], site: Site) -> str:
+    """Adds a contraction to those of a model, and returns the scope by which ``report_of`` finds it."""
+    sites[site.key] = site
     return f"{COUNTED}{[*sites].index(site.key)}"
 
 
@@ -129,10 +130,10 @@ def in_module(path: Path) -> AbstractContextManager[None]:
 def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in the scope ``scope_in(sites, site)``. ``not_run`` are the paths of
+    In ``program`` each contraction is in the scope ``add_site(sites, site)``. ``not_run`` are the paths of
     ops that did not run.
     """
-    decided = {scope_in(sites, site): site for site in sites.values()}
+    decided = {f"{COUNTED}{i}": site for i, site in enumerate(sites.values())}
     counts: Counter[tuple[Site | tuple[str, str], GemmSizes]] = Counter()
     for eqn, scopes, times, inside in equations(program):
         op_type = op_type_of(eqn.primitive)
