@@ -199,7 +199,7 @@ class Call(Interception):
 
     def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
-        site = self.decide(site)
+        module, site = site.module, self.decide(site)
         if not site.converts:
             return names.NOT_CONVERTED
         if self.on_op is None and is_off():
@@ -211,14 +211,16 @@ class Call(Interception):
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
-        op = OPS[site.op](
-            recipe=site.recipe, **dict(site.options), parent=scope_below(site.module.scope, site.name)
-        )
+        scope = scope_below(module.scope, site.name)
+        op = OPS[site.op](recipe=site.recipe, **dict(site.options), parent=scope)
         object.__setattr__(op, "has_kernel", site.kernel is not None)  # a module is frozen
         return op._run
 
     def decide(self, site: Site) -> Site:
-        """Returns a contraction with the name of its op and the decision of the rules, and records it."""
+        """Returns a contraction with the name of its op and the decision of the rules, and records it.
+
+        A module has a scope, which must not outlive its trace, so the record has only its class.
+        """
         module, impossible = site.module, site.impossible
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
@@ -230,10 +232,10 @@ class Call(Interception):
         # A converted model inside of this one has its own rules.
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
-        site = rules.decide(site)
-        pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
-        # A module has a scope, which must not outlive its trace.
-        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
+        site = rules.decide(site)._replace(module=type(module))
+        if rules is not self.rules:
+            site = site._replace(pattern=None)  # the check of the rules takes their own
+        self.decided[site.key] = site
         return site
 
     def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:

@@ -66,8 +66,7 @@ class CountingCall(Call):
 
     def choose(self, site: Site) -> str:
         """Returns the scope by which ``report`` finds a contraction."""
-        site = self.decide(site)
-        return add_site(self.decided, site._replace(module=type(site.module)))
+        return add_site(self.decided, self.decide(site))
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
