@@ -175,7 +175,7 @@ class Call(Interception):
         # A transformation such as nn.scan makes a new root, whose variables are slices.
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._record_params(scope.root, variables_of(scope.root))
-        frames = [*self.frames, Frame(module, method, scope.path, trace_behind())]
+        frames = [*self.frames, Frame(module, method, trace_behind(), scope.path)]
         shown = showing(scope, state_apart, lambda new: self._record_params(scope, new))
         with having(self, frames=frames), shown, self.watching():
             yield

@@ -29,7 +29,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -51,9 +51,6 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 
 The pattern matches whole words, because a module's name, such as ``fp8_op_1``, may begin with one."""
 
-Restore: TypeAlias = Callable[[jax.Array], jax.Array]
-"""Makes the result of a contraction from that of its op."""
-
 
 @dataclasses.dataclass
 class Frame:
@@ -64,10 +61,10 @@ class Frame:
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
+    trace: Trace
+    """The trace of JAX that the method runs in."""
     path: Path = ()
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
-    trace: Trace | None = None
-    """The trace of JAX that a method of a Linen module runs in."""
     below: Mapping[Path, Path] = dataclasses.field(default_factory=dict)
     """In NNX, the paths of variables below the module, by their first paths in the call."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -94,9 +91,7 @@ class Interception:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        """The methods that are running, from the outermost to the innermost.
-
-        Those that have ended are not in it, because JAX may keep a trace and its handler alive."""
+        """The methods that are running, from the outermost to the innermost."""
         self.origins = ParamOrigins()
         self.custom_vjps: list[bool] = []
         """For each running function without a program, whether it has a derivative of its own."""
@@ -164,11 +159,11 @@ class Interception:
 
     def _contraction(
         self, op_type: type[Op], operands: Operands, params: Params
-    ) -> tuple[Site, tuple[Any, ...], dict[str, Any], Restore]:
-        """Returns the contraction that a primitive computes, and the arguments of its op, as ``Op.plain``.
+    ) -> tuple[Site, tuple[Any, ...], dict[str, Any], Callable[[jax.Array], jax.Array]]:
+        """Returns the contraction that a primitive computes, with the kernel on the right.
 
-        The kernel is on the right. The ``name`` of the site is the part of the op's name that comes from
-        the kernel.
+        The ``name`` of the site is the part of the op's name that comes from the kernel. Also returns the
+        arguments and keywords of its op, those of ``Op.plain``, and a function of the op's result.
         """
         lhs, rhs, *more = operands
         frame = self.frames[-1]
@@ -176,7 +171,7 @@ class Interception:
             params = {**params, "precision": None}  # the recipe sets the accumulation, as for ops by hand
         arguments: tuple[Any, ...] = (*more, *op_type.arguments(params))
         left, kernel, impossible = self.origin_of(lhs), self.origin_of(rhs), op_type.unsupported(params)
-        restore: Restore = lambda out: out  # noqa: E731
+        restore: Callable[[jax.Array], jax.Array] = lambda out: out  # noqa: E731
         swap = op_type.swapped if left is not None and kernel is None else None
         if swap is not None:  # the kernel is on the left, as in w @ x
             arguments, restore = swap(lhs, rhs, *arguments)

@@ -75,7 +75,6 @@ class ModuleCall(Interception):
         for x in self.variables.values():
             if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
                 x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
-        self._trace = trace_behind()
 
     @contextlib.contextmanager
     def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:
@@ -86,7 +85,7 @@ class ModuleCall(Interception):
             kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
             self.origins.add([(path, x.get_raw_value())], kind)
         below = {path: places[id(x)] for path, x in own.items()}
-        frame = Frame(module, "" if method == "__call__" else method, below=below)
+        frame = Frame(module, "" if method == "__call__" else method, trace_behind(), below=below)
         with having(self, frames=[*self.frames, frame]):
             yield
 
@@ -110,7 +109,7 @@ class ModuleCall(Interception):
 
     def _drawing_keys(self, op: Fp8Op, *arguments: Any, **keywords: Any) -> jax.Array:
         """Computes an op, perhaps in ``jax.checkpoint``, where NNX refuses to draw random keys."""
-        with having(op, _key=running_in(self._trace)(lambda: op.rngs())):
+        with having(op, _key=running_in(self.frames[0].trace)(lambda: op.rngs())):
             return op._run(*arguments, **keywords)
 
 

@@ -4,9 +4,6 @@ A contraction has a module and the name of an attribute: the field of a layer, s
 an attribute of ours, such as ``fp8_w``. ``quantize`` puts an op there, or a ``LeftWide`` with the reason
 why not. ``report`` reads these attributes. A module that writes a product out is watched by a
 ``ModuleCall``, which computes the product by the attribute.
-
-``DryRun`` finds the contractions: those of the fields that the call really calls, and those that are
-written out, each in the module whose method computes it.
 """
 
 from __future__ import annotations
