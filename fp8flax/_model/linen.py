@@ -73,7 +73,7 @@ class CountingCall(Call):
     ) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
         kernel = self.origins.of(operands[1]) or Origin()
-        site = given_site(op, op.path[:-1], kernel.sources, *operands)
+        site = given_site(op, op.path, kernel.sources, *operands)
         with jax.named_scope(add_site(self.decided, site)):
             return op.op_type.plain(*operands, **keywords)
 

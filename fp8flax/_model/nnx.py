@@ -175,7 +175,7 @@ class DryRun:
     def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         op: Fp8Op = self.modules[path]
-        site = given_site(op, path[:-1], (), *args)._replace(module=op)
+        site = given_site(op, path, (), *args)._replace(module=op)
         with jax.named_scope(add_site(self.sites, site)):
             return op.op_type.plain(*args, **kwargs)
 

@@ -114,12 +114,13 @@ def add_site(sites: dict[Hashable, Site], site: Site) -> str:
 
 
 def given_site(op: OpBase, path: Path, sources: tuple[Source, ...], *operands: jax.Array) -> Site:
-    """Returns the contraction of an op that the user gave to the module at this path."""
+    """Returns the contraction of an op that the user gave to a module, which has the op at this path."""
     lhs, rhs, *arguments = operands
     shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
     sizes = op_type.sizes(*shapes, *arguments)
-    site = Site(path, type(op), sources, op_type, shapes, dtypes, sizes, is_matmul=True)
-    return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
+    site = Site(path[:-1], type(op), sources, op_type, shapes, dtypes, sizes, is_matmul=True)
+    name = "_".join((op_type.name, *path[-1:]))
+    return site._replace(name=name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
 def in_module(path: Path) -> AbstractContextManager[None]:
