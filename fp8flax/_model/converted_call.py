@@ -182,8 +182,7 @@ class Call(Interception):
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""
-        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
-        if is_plain and is_off():
+        if is_off() and self.on_op is None and not self.is_init:  # init decides about contractions
             return jax.named_scope(names.SWITCHED_OFF)
         return super().watching()
 

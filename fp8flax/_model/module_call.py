@@ -80,11 +80,11 @@ class ModuleCall(Interception):
     def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:
         """A context in which a method of a module runs."""
         places = {id(x): path for path, x in nodes_of(module, nnx.Variable).items()}
-        own = {path: x for path, x in self.variables.items() if id(x) in places}
-        for path, x in own.items():  # transformations may have written a new array into it
+        below = {path: places[id(x)] for path, x in self.variables.items() if id(x) in places}
+        for path in below:  # transformations may have written a new array into the variable
+            x = self.variables[path]
             kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
             self.origins.add([(path, x.get_raw_value())], kind)
-        below = {path: places[id(x)] for path, x in own.items()}
         frame = Frame(module, "" if method == "__call__" else method, trace_behind(), below=below)
         with having(self, frames=[*self.frames, frame]):
             yield

@@ -199,9 +199,8 @@ class DryRunCall(ModuleCall):
         path = site.module._fp8_path
         site = site._replace(path=path, module=self._dry_run.modules[path], name=attribute_of(site))
         if site.sources:
-            first, *_ = site.sources
-            whole = nodes_of(site.module, nnx.Param)[first.path].get_value().shape
-            stacked, impossible = _stack_of(whole, first.shape)
+            whole = nodes_of(site.module, nnx.Param)[site.sources[0].path].get_value().shape
+            stacked, impossible = _stack_of(whole, site.sources[0].shape)
             sources = tuple(x._replace(path=(*path, *x.path)) for x in site.sources)
             impossible = site.impossible or impossible
             site = site._replace(sources=sources, stacked=stacked, impossible=impossible)
