@@ -216,10 +216,7 @@ class Call(Interception):
         return op._run
 
     def decide(self, site: Site) -> Site:
-        """Returns a contraction with the name of its op and the decision of the rules, and records it.
-
-        A module has a scope, which must not outlive its trace, so the record has only its class.
-        """
+        """Returns a contraction with the name of its op and the decision of the rules, and records it."""
         module, impossible = site.module, site.impossible
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
             impossible = "part of a normalization of weights"
@@ -231,6 +228,7 @@ class Call(Interception):
         # A converted model inside of this one has its own rules.
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
+        # A module has a scope, which must not outlive its trace.
         site = rules.decide(site)._replace(module=type(module))
         if rules is not self.rules:
             site = site._replace(pattern=None)  # the check of the rules takes their own
