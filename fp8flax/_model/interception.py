@@ -11,7 +11,8 @@ of JAX's current trace, and sends each primitive to ``on_primitive``::
             w = w.astype(jnp.bfloat16)          # JAX computes the cast; the result has the origin "w"
             return jnp.tanh(x @ w)              # a contraction with the kernel "w" goes to ``choose``
 
-``choose`` returns what computes the contraction. These calls are watched, each by a class:
+``choose`` returns what computes the contraction. These calls are watched, each by a class. The first four
+have a ``choose`` of their own; the last two bring a ``compute`` along, for all other primitives:
 
 * all calls of a converted model, to compute its contractions in FP8: ``Call`` (Linen), ``ModuleCall`` (NNX)
 * calls that list contractions (``report``; NNX ``quantize_model``, too): ``CountingCall``, ``DryRunCall``

@@ -18,7 +18,6 @@ from fp8flax._compat.flax_internals import is_method
 from fp8flax._compat.jaxprs import Program
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.types import PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, within_call
@@ -68,9 +67,7 @@ class CountingCall(Call):
         """Returns the scope by which ``report`` finds a contraction."""
         return add_site(self.decided, self.decide(site))
 
-    def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
-    ) -> jax.Array:
+    def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
         kernel = self.origins.of(operands[1]) or Origin()
         site = given_site(op, op.path, kernel.sources, *operands)
