@@ -160,7 +160,7 @@ class Interception:
 
     def _contraction(
         self, op_type: type[Op], operands: Operands, params: Params
-    ) -> tuple[Site, tuple[Any, ...], dict[str, Any], Callable[[jax.Array], jax.Array]]:
+    ) -> tuple[Site, tuple[object, ...], dict[str, object], Callable[[jax.Array], jax.Array]]:
         """Returns the contraction that a primitive computes, with the kernel on the right.
 
         The ``name`` of the site is the part of the op's name that comes from the kernel. Also returns the

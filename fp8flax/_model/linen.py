@@ -67,12 +67,12 @@ class CountingCall(Call):
         """Returns the scope by which ``report`` finds a contraction."""
         return add_site(self.decided, self.decide(site))
 
-    def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> jax.Array:
+    def on_op(self, op: Fp8Op, recipe: object, compute: object, *operands: Any, **kwargs: Any) -> jax.Array:
         """Counts an op that the user gave to a layer, and computes it without FP8."""
         kernel = self.origins.of(operands[1]) or Origin()
         site = given_site(op, op.path, kernel.sources, *operands)
         with jax.named_scope(add_site(self.decided, site)):
-            return op.op_type.plain(*operands, **keywords)
+            return op.op_type.plain(*operands, **kwargs)
 
 
 def report(model: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> ModelReport:
