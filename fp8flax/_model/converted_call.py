@@ -16,14 +16,19 @@ parameters, the state is stacked, sliced and shared as the kernels are. For a sc
 Names are written in the other case there. So no parameter of the model has such a name, and the filter
 ``{"kernel"}`` of ``nn.WeightNorm`` does not match.
 
-When code outside of the model calls a method, ``linen.py`` makes a ``Call``:
+When code outside of the model calls a method, ``within_call`` makes a ``Call``. Its methods are called in
+this order. Subclasses change some of them: C is ``CountingCall`` (``linen.py``), which lists contractions;
+R and S are ``RecordingCall`` and ``ServingCall`` (``_serve/linen.py``), which trace and run frozen models::
 
-1. ``put_in`` moves the state of all ops among the parameters, in an ``nn.map_variables`` around the method.
-2. ``around`` runs each method of a module ``in_frame``: it records which values are parameters, and watches
-   the primitives.
-3. ``choose`` gets each contraction. If the rules convert it, an op is made below the module, and gets its
-   state from ``state_of``. In ``init``, ``state_of`` makes the state.
-4. ``take_out`` moves the state back.
+    who calls             the method     changed by   which
+    ``nn.map_variables``  ``put_in``     R, S         moves the state of all ops among the parameters
+    Linen                 ``around``                  runs each method of a module, in the next two contexts
+    ``around``            ``in_frame``   C            records which values are parameters
+    ``in_frame``          ``watching``                sends the primitives to the call, unless FP8 is off
+    ``on_primitive``      ``choose``     C            makes the op of a contraction that the rules convert
+    the op                ``on_op``      C, R, S      computes the op in another way, if there is one
+    the op                ``state_of``                reads the state of the op; in ``init`` makes the state
+    ``nn.map_variables``  ``take_out``   S            moves the state back
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import wraps
 from typing import Any, cast
 
 import flax.core
@@ -41,23 +47,63 @@ import numpy as np
 from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8flax._compat.flax_internals import call_of, having, scope_below, showing, variables_of
+from fp8flax._compat.flax_internals import (
+    call_of,
+    having,
+    in_call,
+    running,
+    scope_below,
+    showing,
+    unwrapped,
+    variables_of,
+)
 from fp8flax._compat.traces import trace_behind, unwatched
 from fp8flax._core import names
 from fp8flax._core.autocast import is_off
 from fp8flax._core.ops.op import StateLeaf
-from fp8flax._core.recipes import Recipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import OPS
 from fp8flax._model.interception import Frame, Interception
-from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import given_site, in_module, scope_in
 from fp8flax._model.rules import Site
 
 Variables = Mapping[str, PyTree]
 """Collections of variables by their names."""
+
+
+def within_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
+
+    @wraps(method, updated=())
+    def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        outer = call_of(self.scope)
+        # A converted model inside of another one is a part of its call; a frozen model has its own call.
+        is_part = outer is not None and (outer.cls is type(self) or self._fp8_make_call is Call)
+        if self.scope is None or is_part:
+            return method(self, *args, **kwargs)
+        call = self._fp8_make_call(self)
+
+        def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            with call.in_frame(module, None):
+                return method(module, *args, **kwargs)
+
+        collections = names.PARAMS, names.OVERWRITE_WITH_GRADIENT
+        mapped = nn.map_variables(unwrapped(run), collections, call.put_in, call.take_out, mutable=True)
+        # The interception is also around setup, which Linen runs before the method.
+        with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
+            try:
+                result = mapped(self, *args, **kwargs)
+            except AssertionError as error:  # nn.scan does not say what is wrong
+                error.add_note(
+                    "Scaling state is stacked as parameters are. Stack them along axis 0, 1 or -1."
+                )
+                raise
+        if call.is_init and getattr(method, "__name__", "") == "__call__":
+            call.rules.check(call.decided.values(), has_ops=call.has_ops)
+        return result
+
+    return nn.nowrap(begin)
 
 
 class Call(Interception):
@@ -129,17 +175,14 @@ class Call(Interception):
         # A transformation such as nn.scan makes a new root, whose variables are slices.
         if not any(frame.module.scope.root is scope.root for frame in self.frames):
             self._record_params(scope.root, variables_of(scope.root))
-        self.frames.append(Frame(module, method, scope.path, trace_behind()))
-        try:
-            with showing(scope, state_apart, lambda new: self._record_params(scope, new)), self.watching():
-                yield
-        finally:
-            self.frames.pop()  # JAX may keep the trace alive
+        frames = [*self.frames, Frame(module, method, trace_behind(), scope.path)]
+        shown = showing(scope, state_apart, lambda new: self._record_params(scope, new))
+        with having(self, frames=frames), shown, self.watching():
+            yield
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which contractions go to ``choose``, unless FP8 is switched off."""
-        is_plain = self.on_op is None and not self.is_init  # init decides about contractions
-        if is_plain and is_off():
+        if is_off() and self.on_op is None and not self.is_init:  # init decides about contractions
             return jax.named_scope(names.SWITCHED_OFF)
         return super().watching()
 
@@ -153,9 +196,9 @@ class Call(Interception):
             leaves = jax.tree_util.tree_flatten_with_path(variables[collection])[0]
             self.origins.add((((*scope.path, *path_names(path)), leaf) for path, leaf in leaves), kind)
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the op of a contraction if the rules convert it, or the scope that says why not."""
-        site = self.decide(site, kernel)
+        module, site = site.module, self.decide(site)
         if not site.converts:
             return names.NOT_CONVERTED
         if self.on_op is None and is_off():
@@ -167,13 +210,12 @@ class Call(Interception):
                 f"would have one FP8 op, {site.name}. Rename a parameter, or leave one of them wide: "
                 f"quantize_model(model, exclude={f'^{re.escape(str(site.kernel))}$'!r})."
             )
-        op = OPS[site.op](
-            recipe=site.recipe, **dict(site.options), parent=scope_below(site.module.scope, site.name)
-        )
-        object.__setattr__(op, "has_kernel", kernel is not None)  # a module is frozen
+        scope = scope_below(module.scope, site.name)
+        op = OPS[site.op](recipe=site.recipe, **dict(site.options), parent=scope)
+        object.__setattr__(op, "has_kernel", site.kernel is not None)  # a module is frozen
         return op._run
 
-    def decide(self, site: Site, kernel: Origin | None) -> Site:
+    def decide(self, site: Site) -> Site:
         """Returns a contraction with the name of its op and the decision of the rules, and records it."""
         module, impossible = site.module, site.impossible
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
@@ -182,14 +224,15 @@ class Call(Interception):
             impossible = impossible or (
                 "in a module that is applied to variables of its own, where there is no place for state"
             )
-        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site, kernel)}", impossible=impossible)
+        site = site._replace(name=f"{site.op.name}_{_name_in_layer(site)}", impossible=impossible)
         # A converted model inside of this one has its own rules.
         modules = (frame.module for frame in reversed(self.frames))
         rules = next(module._fp8_rules for module in modules if hasattr(module, "_fp8_rules"))
-        site = rules.decide(site)
-        pattern = site.pattern if rules is self.rules else None  # the check of the rules takes their own
         # A module has a scope, which must not outlive its trace.
-        self.decided[site.key] = site._replace(module=type(module), pattern=pattern)
+        site = rules.decide(site)._replace(module=type(module))
+        if rules is not self.rules:
+            site = site._replace(pattern=None)  # the check of the rules takes their own
+        self.decided[site.key] = site
         return site
 
     def state_of(self, op: Fp8Op, name: str, leaf: StateLeaf | None = None) -> jax.Array | None:
@@ -217,51 +260,20 @@ class Call(Interception):
         return value
 
 
-def _name_in_layer(site: Site, kernel: Origin | None) -> str:
+def _name_in_layer(site: Site) -> str:
     """Returns the end of the name of an op; in a layer of Flax it is that of an op given by hand.
 
     This is ``0`` in ``nn.Dense``, whose op is ``Fp8DotGeneralOp_0``, and ``w`` for ``x @ self.w``.
     """
     module, fields = site.module, ("dot_general_cls", "conv_general_dilated_cls")
     is_layer = isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
-    if is_layer and kernel is not None:
+    if is_layer and site.sources:
         # A layer of Flax has one contraction. (But other code may have added parameters, such as Qwix's
         # kernel_lora_a.)
-        own = [source.path[-1] for source in kernel.sources if source.path[:-1] == site.path]
+        own = [source.path[-1] for source in site.sources if source.path[:-1] == site.path]
         if "kernel" in own or (type(module).__module__.startswith("flax.") and not own):
             return "0"
     return site.name
-
-
-class CountingCall(Call):
-    """A call whose contractions ``report`` counts: each is in the scope of ``scope_in``, none in FP8."""
-
-    has_ops = True  # a model that converts nothing can be reported
-
-    def __init__(self, model: Any, *, counted: dict[Hashable, Site]) -> None:
-        super().__init__(model)
-        self.decided = counted
-
-    @contextlib.contextmanager
-    def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
-        """A context in which a method of a module runs, in a scope of the module."""
-        with super().in_frame(module, method), in_module(module.path):
-            yield
-
-    def choose(self, site: Site, kernel: Origin | None) -> str:
-        """Returns the scope by which ``report`` finds a contraction."""
-        return scope_in(self.decided, self.decide(site, kernel))
-
-    def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: object, *operands: jax.Array, **keywords: Any
-    ) -> jax.Array:
-        """Counts an op that the user gave to a layer, and computes it without FP8."""
-        origin = self.origins.of(operands[1])
-        kernel = None if origin is None else "/".join(origin.sources[0].path)
-        site = given_site(op, op.path[:-1], kernel, *operands)
-        self.decided[site.key] = site
-        with jax.named_scope(scope_in(self.decided, site)):
-            return op.op_type.plain(*operands, **keywords)
 
 
 def state_in_params(variables: Variables) -> dict[str, PyTree]:

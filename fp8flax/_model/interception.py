@@ -11,7 +11,8 @@ of JAX's current trace, and sends each primitive to ``on_primitive``::
             w = w.astype(jnp.bfloat16)          # JAX computes the cast; the result has the origin "w"
             return jnp.tanh(x @ w)              # a contraction with the kernel "w" goes to ``choose``
 
-``choose`` returns what computes the contraction. These calls are watched, each by a class:
+``choose`` returns what computes the contraction. These calls are watched, each by a class. The first four
+have a ``choose`` of their own; the last two bring a ``compute`` along, for all other primitives:
 
 * all calls of a converted model, to compute its contractions in FP8: ``Call`` (Linen), ``ModuleCall`` (NNX)
 * calls that list contractions (``report``; NNX ``quantize_model``, too): ``CountingCall``, ``DryRunCall``
@@ -28,8 +29,8 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -51,9 +52,6 @@ HANDLED = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SWITCHED_OFF}|{COUNTED}[0-
 
 The pattern matches whole words, because a module's name, such as ``fp8_op_1``, may begin with one."""
 
-RunOp: TypeAlias = Callable[[Callable[..., jax.Array]], jax.Array]
-"""Computes one contraction by the op that it gets."""
-
 
 @dataclasses.dataclass
 class Frame:
@@ -64,10 +62,12 @@ class Frame:
     """The name of the method; empty for ``__call__`` and for compact methods.
 
     None for what a Linen transformation of the model's class computes around its methods."""
+    trace: Trace
+    """The trace of JAX that the method runs in."""
     path: Path = ()
     """The path of the module; empty in NNX, which finds parameters below the module, whatever its path."""
-    trace: Trace | None = None
-    """The trace of JAX that a method of a Linen module runs in."""
+    below: Mapping[Path, Path] = dataclasses.field(default_factory=dict)
+    """In NNX, the paths of variables below the module, by their first paths in the call."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     """The number of contractions without a kernel that the method has computed, by their names."""
 
@@ -97,7 +97,7 @@ class Interception:
         self.custom_vjps: list[bool] = []
         """For each running function without a program, whether it has a derivative of its own."""
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the FP8 op that computes a contraction, or the scope to compute it in without FP8."""
         raise NotImplementedError
 
@@ -120,10 +120,12 @@ class Interception:
         op_type = op_type_of(primitive)
         if op_type is not None and not HANDLED.search(current_scopes()):
             with running_in(front.behind), having(self, is_passing=True):
-                site, kernel, run_op = self._contraction(op_type, operands, params)
-                op = self.choose(site, kernel)
+                site, arguments, keywords, restore = self._contraction(op_type, operands, params)
+                op = self.choose(site)
                 if not isinstance(op, str):
-                    return run_op(op)
+                    with jax.named_scope(BY_OP):
+                        out = op(*arguments, **keywords)
+                    return restore(out)
             with jax.named_scope(op):
                 return self.compute(front, primitive, operands, params)
         if primitive.name in self.opens and self._should_open(primitive.name, operands, params):
@@ -158,11 +160,11 @@ class Interception:
 
     def _contraction(
         self, op_type: type[Op], operands: Operands, params: Params
-    ) -> tuple[Site, Origin | None, RunOp]:
+    ) -> tuple[Site, tuple[object, ...], dict[str, object], Callable[[jax.Array], jax.Array]]:
         """Returns the contraction that a primitive computes, with the kernel on the right.
 
-        The ``name`` of the site is the part of the op's name that comes from the kernel. The origin of the
-        kernel is None for two activations or two parameters. An op takes the arguments of ``Op.plain``.
+        The ``name`` of the site is the part of the op's name that comes from the kernel. Also returns the
+        arguments and keywords of its op, those of ``Op.plain``, and a function of the op's result.
         """
         lhs, rhs, *more = operands
         frame = self.frames[-1]
@@ -194,7 +196,7 @@ class Interception:
         site = Site(
             path=frame.path,
             module=frame.module,
-            kernel=None if kernel is None else "/".join(kernel.sources[0].path),
+            sources=() if kernel is None else kernel.sources,
             op=op_type,
             shapes=(lhs.shape, rhs.shape),
             dtypes=(lhs.dtype, rhs.dtype),
@@ -206,13 +208,7 @@ class Interception:
             is_swapped=swap is not None,
             in_custom_vjp=any(self.custom_vjps),
         )
-
-        def run_op(op: Callable[..., jax.Array]) -> jax.Array:
-            with jax.named_scope(BY_OP):
-                out = op(lhs, rhs, *arguments, **keywords)
-            return restore(out)
-
-        return site, kernel, run_op
+        return site, (lhs, rhs, *arguments), keywords, restore
 
     def _numbered(self, frame: Frame, kind: str) -> str:
         """Returns the name of a contraction without a kernel, such as ``decode_product_0``."""

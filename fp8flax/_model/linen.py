@@ -6,20 +6,23 @@ A converted model has a subclass of its class. Its methods begin a ``Call``, in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
-from functools import partial, wraps
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import flax.linen as nn
 import jax
 
-from fp8flax._compat.flax_internals import call_of, in_call, is_method, running, unwrapped
+from fp8flax._compat.flax_internals import is_method
 from fp8flax._compat.jaxprs import Program
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import PyTree
-from fp8flax._model.converted_call import Call, CountingCall
-from fp8flax._model.report import ModelReport, report_of
+from fp8flax._linen.op import Fp8Op
+from fp8flax._model.converted_call import Call, within_call
+from fp8flax._model.param_origin import Origin
+from fp8flax._model.report import ModelReport, add_site, given_site, in_module, report_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._model.subclasses import subclass_of
 from fp8flax._model.tracing import eval_init, program_of
@@ -43,6 +46,33 @@ def quantize(model: object, rules: Rules) -> nn.Module:
             "made from, with all rules at once."
         )
     return convert(model, rules, Call)
+
+
+class CountingCall(Call):
+    """A call whose contractions ``report`` counts: each is in the scope of ``add_site``, none in FP8."""
+
+    has_ops = True  # a model that converts nothing can be reported
+
+    def __init__(self, model: Any, *, counted: dict[Hashable, Site]) -> None:
+        super().__init__(model)
+        self.decided = counted
+
+    @contextmanager
+    def in_frame(self, module: nn.Module, method: str | None) -> Iterator[None]:
+        """A context in which a method of a module runs, in a scope of the module."""
+        with super().in_frame(module, method), in_module(module.path):
+            yield
+
+    def choose(self, site: Site) -> str:
+        """Returns the scope by which ``report`` finds a contraction."""
+        return add_site(self.decided, self.decide(site))
+
+    def on_op(self, op: Fp8Op, recipe: object, compute: object, *operands: Any, **kwargs: Any) -> jax.Array:
+        """Counts an op that the user gave to a layer, and computes it without FP8."""
+        kernel = self.origins.of(operands[1]) or Origin()
+        site = given_site(op, op.path, kernel.sources, *operands)
+        with jax.named_scope(add_site(self.decided, site)):
+            return op.op_type.plain(*operands, **kwargs)
 
 
 def report(model: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> ModelReport:
@@ -83,46 +113,12 @@ def _converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[nn
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
         **{
-            name: _in_call(method)
+            name: within_call(method)
             for name, method in methods.items()
             if name != "setup" and is_method(method)
         },
     }
     return type(cls.__name__, (_Converted, cls), body)
-
-
-def _in_call(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns a method or a function of a converted model; it begins a ``Call`` if none is running."""
-
-    @wraps(method, updated=())
-    def begin(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        outer = call_of(self.scope)
-        # A converted model inside of another one is a part of its call; a frozen model has its own call.
-        is_part = outer is not None and (outer.cls is type(self) or self._fp8_make_call is Call)
-        if self.scope is None or is_part:
-            return method(self, *args, **kwargs)
-        call = self._fp8_make_call(self)
-
-        def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-            with call.in_frame(module, None):
-                return method(module, *args, **kwargs)
-
-        collections = PARAMS, OVERWRITE_WITH_GRADIENT
-        mapped = nn.map_variables(unwrapped(run), collections, call.put_in, call.take_out, mutable=True)
-        # The interception is also around setup, which Linen runs before the method.
-        with in_call(self.scope, call), running(self), nn.intercept_methods(call.around):
-            try:
-                result = mapped(self, *args, **kwargs)
-            except AssertionError as error:  # nn.scan does not say what is wrong
-                error.add_note(
-                    "Scaling state is stacked as parameters are. Stack them along axis 0, 1 or -1."
-                )
-                raise
-        if call.is_init and getattr(method, "__name__", "") == "__call__":
-            call.rules.check(call.decided.values(), has_ops=call.has_ops)
-        return result
-
-    return nn.nowrap(begin)
 
 
 class _Converted:
@@ -140,7 +136,7 @@ def _as_method(model: nn.Module, method: Method) -> Callable[..., PyTree]:
     """Returns the method for Linen's ``apply`` or ``init``, so that what it computes is converted."""
     name = method or "__call__"
     if not isinstance(name, str):
-        return _in_call(getattr(name, "__func__", name))
+        return within_call(getattr(name, "__func__", name))
     methods = vars(type(model))
     if name in methods and "_fp8_rules" in methods:  # not a class that Qwix has made of it
         return cast(Callable[..., PyTree], methods[name])
@@ -149,7 +145,7 @@ def _as_method(model: nn.Module, method: Method) -> Callable[..., PyTree]:
         return getattr(bound, name)(*args, **kwargs)  # perhaps a submodule, or not a method of Linen
 
     call.__name__ = name
-    return _in_call(call)
+    return within_call(call)
 
 
 def trace_apply(

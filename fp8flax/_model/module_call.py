@@ -72,40 +72,31 @@ class ModuleCall(Interception):
         self.modules = {id(x) for x in nodes.values() if isinstance(x, nnx.Module)}
         """The identities of the modules that are a part of the call."""
         self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
-        self._below: list[dict[Path, Path]] = []
-        """For each frame, the paths of variables in its module, by their first paths in the call."""
         for x in self.variables.values():
             if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
                 x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
-        self._trace = trace_behind()
 
     @contextlib.contextmanager
     def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:
         """A context in which a method of a module runs."""
-        is_new = not self.frames or self.frames[-1].module is not module  # the methods share a frame
-        if is_new:
-            below = {id(x): path for path, x in nodes_of(module, nnx.Variable).items()}
-            own = {path: x for path, x in self.variables.items() if id(x) in below}
-            for path, x in own.items():  # transformations may have written a new array into it
-                kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
-                self.origins.add([(path, x.get_raw_value())], kind)
-            self._below.append({path: below[id(x)] for path, x in own.items()})
-            self.frames.append(Frame(module, "" if method == "__call__" else method))
-        try:
+        places = {id(x): path for path, x in nodes_of(module, nnx.Variable).items()}
+        below = {path: places[id(x)] for path, x in self.variables.items() if id(x) in places}
+        for path in below:  # transformations may have written a new array into the variable
+            x = self.variables[path]
+            kind = "" if isinstance(x, self.kernels) else f"a variable of the type {type(x).__name__}"
+            self.origins.add([(path, x.get_raw_value())], kind)
+        frame = Frame(module, "" if method == "__call__" else method, trace_behind(), below=below)
+        with having(self, frames=[*self.frames, frame]):
             yield
-        finally:
-            if is_new:
-                self.frames.pop()
-                self._below.pop()
 
     def origin_of(self, value: Any) -> Origin | None:
         """Returns the origin of a value with paths from the running module; None if it is not below it."""
-        origin, below = super().origin_of(value), self._below[-1]
+        origin, below = super().origin_of(value), self.frames[-1].below
         if origin is None or any(source.path not in below for source in origin.sources):
             return None
         return origin._replace(sources=tuple(x._replace(path=below[x.path]) for x in origin.sources))
 
-    def choose(self, site: Site, kernel: Origin | None) -> Callable[..., jax.Array] | str:
+    def choose(self, site: Site) -> Callable[..., jax.Array] | str:
         """Returns the op that the module has for a contraction, or the scope that says why it runs wide."""
         op = getattr(site.module, attribute_of(site), None)
         if op is None or isinstance(op, LeftWide) or site.impossible is not None:
@@ -118,7 +109,7 @@ class ModuleCall(Interception):
 
     def _drawing_keys(self, op: Fp8Op, *arguments: Any, **keywords: Any) -> jax.Array:
         """Computes an op, perhaps in ``jax.checkpoint``, where NNX refuses to draw random keys."""
-        with having(op, _key=running_in(self._trace)(lambda: op.rngs())):
+        with having(op, _key=running_in(self.frames[0].trace)(lambda: op.rngs())):
             return op._run(*arguments, **keywords)
 
 
@@ -161,11 +152,12 @@ def _watched(name: str, method: Any) -> Any:
         if make_call.can_be_off and is_off():
             with jax.named_scope(SWITCHED_OFF):
                 return run(*args, **kwargs)
-        if type(call) is make_call and id(self) in call.modules:
-            with call.in_frame(self, name):
+        if type(call) is not make_call or id(self) not in call.modules:
+            call = make_call(self)
+            with unwatched(), call.watching(), call.in_frame(self, name):
                 return run(*args, **kwargs)
-        call = make_call(self)
-        with unwatched(), call.watching(), call.in_frame(self, name):
+        is_shared = call.frames[-1].module is self  # the methods of a module share a frame
+        with contextlib.nullcontext() if is_shared else call.in_frame(self, name):
             return run(*args, **kwargs)
 
     return watched

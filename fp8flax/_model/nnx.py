@@ -4,9 +4,6 @@ A contraction has a module and the name of an attribute: the field of a layer, s
 an attribute of ours, such as ``fp8_w``. ``quantize`` puts an op there, or a ``LeftWide`` with the reason
 why not. ``report`` reads these attributes. A module that writes a product out is watched by a
 ``ModuleCall``, which computes the product by the attribute.
-
-``DryRun`` finds the contractions: those of the fields that the call really calls, and those that are
-written out, each in the module whose method computes it.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from fp8flax._core.ops.op import Op
 from fp8flax._core.options import wrong_model
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.module_call import LeftWide, ModuleCall, attribute_of, has_methods, nodes_of, watch
-from fp8flax._model.param_origin import Origin
-from fp8flax._model.report import GIVEN, ModelReport, given_site, in_module, report_of, scope_in
+from fp8flax._model.param_origin import Source
+from fp8flax._model.report import GIVEN, ModelReport, add_site, given_site, in_module, report_of
 from fp8flax._model.rules import DEFAULT, Rules, Site
 from fp8flax._model.tracing import program_of
 from fp8flax._nnx import ops, qwix
@@ -99,7 +96,7 @@ def layers_of(model: nnx.Module) -> Iterator[Site]:
         yield Site(
             path=path,
             module=module,
-            kernel="/".join((*path, "kernel")),
+            sources=(Source((*path, "kernel"), shape),),
             op=op_type,
             shapes=(tuple(shape[i] for i in summed), shape),
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
@@ -122,39 +119,53 @@ def _stack_of(whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[tuple[int,
 
 
 class DryRun:
-    """One abstract call of a copy of a model, which finds the contractions and converts none."""
+    """One abstract call of a model, which finds the contractions and converts none.
+
+    A copy of the model is called. Each contraction in it is recorded when the call computes it, and is
+    computed in a scope of its own; see ``add_site``::
+
+        in the model                              in the copy
+        ----------------------------------------  ------------------------------------------------------
+        a layer, such as nnx.Linear               has ``_run_layer`` in its field, such as dot_general
+        an op that a module of the user calls     computes by ``_run_given``
+        a module that writes out x @ w            is watched by a ``DryRunCall``; ``choose`` records x @ w
+    """
 
     def __init__(self, model: nnx.Module, args: Inputs, kwargs: KeywordInputs) -> None:
         self.sites: dict[Hashable, Site] = {}
-        """The contractions by their keys. Each is computed in its scope; see ``scope_in``."""
+        """The contractions by their keys. Their modules are those of the model."""
         self.custom_vjps: list[bool] = []
         """That of the calls of all modules; see ``Interception``."""
         self.modules = nodes_of(model, nnx.Module)
-        copy: Any = nnx.clone(model)
-        for path, op in nodes_of(copy, Fp8Op).items():
-            op._compute = nnx.static(functools.partial(self._run_given, path))
-        for site, layer in zip([*layers_of(model)], [*layers_of(copy)]):
-            setattr(layer.module, layer.name, nnx.static(functools.partial(self._run_layer, site)))
-            if hasattr(layer.module, "dot_general_cls"):
-                layer.module.dot_general_cls = None
-        for path, module in nodes_of(copy, nnx.Module).items():
-            if has_methods(module):
-                module._fp8_path, module._fp8_dry_run = path, self
-                watch(module, DryRunCall)
-        graphdef, state = nnx.split(copy)
+        graphdef, state = nnx.split(self._recording_copy(model))
+        call = lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs)  # noqa: E731
         with autocast():  # finds the same contractions while FP8 is switched off
-            self.program = program_of(
-                lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs),
-                *(state, args, kwargs),
-            )
+            self.program = program_of(call, state, args, kwargs)
             """The jaxpr of the call."""
         inputs = zip(jax.tree.leaves(state), needed_inputs(self.program))
         self.needed = {id(x) for x, is_needed in inputs if is_needed}
         """The identities of the arrays of the model that the call needs."""
 
+    def _recording_copy(self, model: nnx.Module) -> nnx.Module:
+        """Returns a copy of the model that records its contractions."""
+        copy: Any = nnx.clone(model)
+        modules = nodes_of(copy, nnx.Module)
+        for path, op in nodes_of(copy, Fp8Op).items():
+            op._compute = nnx.static(functools.partial(self._run_given, path))
+        for site in layers_of(model):
+            layer = modules[site.path]
+            setattr(layer, site.name, nnx.static(functools.partial(self._run_layer, site)))
+            if hasattr(layer, "dot_general_cls"):
+                layer.dot_general_cls = None
+        for path, module in modules.items():
+            if has_methods(module):
+                module._fp8_path, module._fp8_dry_run = path, self
+                watch(module, DryRunCall)
+        return copy
+
     def _run_layer(self, site: Site, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a layer calls its field, and computes its contraction."""
-        scope = self.record(site._replace(in_custom_vjp=any(self.custom_vjps)))
+        scope = add_site(self.sites, site._replace(in_custom_vjp=any(self.custom_vjps)))
         if qwix.is_running():
             compute = jax.named_scope(scope)(FrontTrace.compute)
             return qwix.call_replaced(site.op, compute, *args, **kwargs)
@@ -164,14 +175,9 @@ class DryRun:
     def _run_given(self, path: Path, recipe: object, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         """Records that a module calls an op that the user gave to it, and computes its contraction."""
         op: Fp8Op = self.modules[path]
-        site = given_site(op, path[:-1], None, *args)._replace(module=op)
-        with jax.named_scope(self.record(site)):
+        site = given_site(op, path, (), *args)._replace(module=op)
+        with jax.named_scope(add_site(self.sites, site)):
             return op.op_type.plain(*args, **kwargs)
-
-    def record(self, site: Site) -> str:
-        """Records a contraction, and returns the scope to compute it in."""
-        self.sites[site.key] = site
-        return scope_in(self.sites, site)
 
 
 class DryRunCall(ModuleCall):
@@ -188,20 +194,17 @@ class DryRunCall(ModuleCall):
         with super().in_frame(module, method), in_module(module._fp8_path):
             yield
 
-    def choose(self, site: Site, kernel: Origin | None) -> str:
+    def choose(self, site: Site) -> str:
         """Records a contraction that a module writes out, and returns the scope to compute it in."""
         path = site.module._fp8_path
         site = site._replace(path=path, module=self._dry_run.modules[path], name=attribute_of(site))
-        if kernel is not None:
-            source = kernel.sources[0]
-            whole = nodes_of(site.module, nnx.Param)[source.path].get_value().shape
-            stacked, impossible = _stack_of(whole, source.shape)
-            site = site._replace(
-                kernel="/".join((*path, *source.path)),
-                impossible=site.impossible or impossible,
-                stacked=stacked,
-            )
-        return self._dry_run.record(site)
+        if site.sources:
+            whole = nodes_of(site.module, nnx.Param)[site.sources[0].path].get_value().shape
+            stacked, impossible = _stack_of(whole, site.sources[0].shape)
+            sources = tuple(x._replace(path=(*path, *x.path)) for x in site.sources)
+            impossible = site.impossible or impossible
+            site = site._replace(sources=sources, stacked=stacked, impossible=impossible)
+        return add_site(self._dry_run.sites, site)
 
 
 def quantize(

@@ -37,9 +37,8 @@ CAST = "convert_element_type"
 CASTS = (CAST, READ, "copy", "sharding_constraint")
 # Primitives after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
-SLICES = ("slice", "split", "unstack")
 # Primitives that change only the place or the dtype of values.
-MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", *SLICES)
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "slice", "split", "unstack")
 
 
 class Source(NamedTuple):
@@ -110,11 +109,20 @@ class Origin(NamedTuple):
 
     def moved(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
         """Returns the origin of the result with this index of a movement of the value, of this shape."""
-        if self.part is None:
-            return self
-        if primitive.name in SLICES:
-            return self._sliced(primitive, params, index, shape)
         name, part, axes, steps = primitive.name, self.part, self.axes, self.steps
+        if part is None:
+            return self
+        if name == "slice":
+            origin, strides = self, params["strides"] or (1,) * len(shape)
+            for i, places in enumerate(zip(params["start_indices"], params["limit_indices"], strides)):
+                origin = origin._sliced(i, *places, shape)
+            return origin
+        if name == "split":
+            start = sum(params["sizes"][:index])
+            return self._sliced(params["axis"], start, start + params["sizes"][index], 1, shape)
+        if name == "unstack":  # one index into a dimension, which the result lacks
+            origin = self._sliced(params["axis"], index, index + 1, 1, shape)
+            return origin.moved(jax.lax.squeeze_p, {"dimensions": (params["axis"],)}, 0, shape)
         if steps is not None:
             # A broadcast may only add dimensions of size 1, as in w[None].
             is_once = name in BIJECTIONS or math.prod(params["shape"]) == math.prod(shape)
@@ -128,37 +136,23 @@ class Origin(NamedTuple):
             axes = None
         return self._replace(part=part, axes=axes, steps=steps)
 
-    def _sliced(self, primitive: Primitive, params: Params, index: int, shape: tuple[int, ...]) -> Origin:
-        """Returns the origin of a slice of the value; the arguments are those of ``moved``."""
-        name, part, axes, steps, cut = primitive.name, self.part or "", self.axes, self.steps, self.cut
-        if name == "slice":
-            strides = params["strides"] or (1,) * len(shape)
-            taken = [*zip(params["start_indices"], params["limit_indices"], strides)]
-        else:
-            sizes = params["sizes"] if name == "split" else (1,) * (index + 1)
-            taken = [(0, size, 1) for size in shape]
-            taken[params["axis"]] = sum(sizes[:index]), sum(sizes[: index + 1]), 1
-        cuts = [(i, *taken[i]) for i in range(len(shape)) if taken[i] != (0, shape[i], 1)]
-        if cuts and steps is not None:
-            # The same slice before the steps gives the same value, so it becomes the cut. (A reversal would
-            # exchange its ends, and a sharding may not fit it.)
-            (i, start, end, stride), *more = cuts
-            is_reversed = any(step.name == "rev" for step, _ in steps)
-            if axes is None or more or cut or stride != 1 or is_reversed:
-                steps = None
-            else:
-                cut = axes[i], start, end
-                steps = tuple(step for step in steps if step[0].name != "sharding_constraint")
-        for i, start, end, stride in cuts:
-            if axes is None:
-                part += "-" + "x".join(map(str, shape))
-                axes = tuple(range(len(shape)))
-            part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
-            part += "" if stride == 1 or end == start + 1 else f"-{stride}"
-        if name == "unstack":  # the result lacks the dimension
-            steps = None if steps is None else (*steps, (primitive, params))
-            axes = axes and tuple(axis for i, axis in enumerate(axes) if i != params["axis"])
-        return Origin(self.sources, part, axes, steps, cut)
+    def _sliced(self, i: int, start: int, end: int, stride: int, shape: tuple[int, ...]) -> Origin:
+        """Returns the origin of a slice of dimension ``i`` of the value, which has this shape."""
+        if (start, end, stride) == (0, shape[i], 1):
+            return self
+        part, axes = self.part or "", self.axes
+        if axes is None:
+            part, axes = f"{part}-{'x'.join(map(str, shape))}", tuple(range(len(shape)))
+        part += f"-axis{axes[i]}-{start}" + ("" if end == start + 1 else f"-{end}")
+        part += "" if stride == 1 or end == start + 1 else f"-{stride}"
+        named = Origin(self.sources, part, axes)
+        if self.steps is None or self.axes is None or self.cut or stride != 1:
+            return named
+        # The same slice before the steps gives the same value, so it becomes the cut. (A reversal would
+        # exchange its ends, and a sharding may not fit it.)
+        is_reversed = any(step.name == "rev" for step, _ in self.steps)
+        steps = tuple(step for step in self.steps if step[0].name != "sharding_constraint")
+        return named if is_reversed else named._replace(steps=steps, cut=(axes[i], start, end))
 
     @property
     def is_one_parameter(self) -> bool:
@@ -169,7 +163,7 @@ class Origin(NamedTuple):
         if self.cut is None:
             return not moves
         axis, start, end = self.cut
-        return (axis, end) == (0, start + 1) and moves in (["squeeze"], ["unstack"])
+        return (axis, end) == (0, start + 1) and moves == ["squeeze"]
 
     def cut_of(self, parameter: jax.Array) -> jax.Array:
         """Returns the cut of a parameter."""
@@ -183,7 +177,6 @@ class Origin(NamedTuple):
         for primitive, params in self.steps or ():
             if primitive.name != CAST or casts:
                 cut = primitive.bind(cut, **params)
-                cut = cut[0] if primitive.multiple_results else cut
         return cut
 
     def into_cut(self, codes: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from fp8flax._core.tables import table_lines
 from fp8flax._core.types import Path
 from fp8flax._linen.ops import op_type_of
 from fp8flax._model.interception import HANDLED
+from fp8flax._model.param_origin import Source
 from fp8flax._model.rules import Site
 
 NOT_RUN = "its op did not run in this call"
@@ -106,18 +107,20 @@ class ModelReport:
         return "\n".join(lines)
 
 
-def scope_in(sites: dict[Hashable, Site], site: Site) -> str:
-    """Returns the scope of a contraction among those of a model, by which ``report`` finds it."""
+def add_site(sites: dict[Hashable, Site], site: Site) -> str:
+    """Adds a contraction to those of a model, and returns the scope by which ``report_of`` finds it."""
+    sites[site.key] = site
     return f"{COUNTED}{[*sites].index(site.key)}"
 
 
-def given_site(op: OpBase, path: Path, kernel: str | None, *operands: jax.Array) -> Site:
-    """Returns the contraction of an op that the user gave to the module at this path."""
+def given_site(op: OpBase, path: Path, sources: tuple[Source, ...], *operands: jax.Array) -> Site:
+    """Returns the contraction of an op that the user gave to a module, which has the op at this path."""
     lhs, rhs, *arguments = operands
     shapes, dtypes, op_type = (lhs.shape, rhs.shape), (lhs.dtype, rhs.dtype), op.op_type
     sizes = op_type.sizes(*shapes, *arguments)
-    site = Site(path, type(op), kernel, op_type, shapes, dtypes, sizes, is_matmul=True)
-    return site._replace(name=op_type.name, converts=True, recipe=op.recipe, reason=GIVEN)
+    site = Site(path[:-1], type(op), sources, op_type, shapes, dtypes, sizes, is_matmul=True)
+    name = "_".join((op_type.name, *path[-1:]))
+    return site._replace(name=name, converts=True, recipe=op.recipe, reason=GIVEN)
 
 
 def in_module(path: Path) -> AbstractContextManager[None]:
@@ -128,10 +131,10 @@ def in_module(path: Path) -> AbstractContextManager[None]:
 def report_of(program: Program, sites: dict[Hashable, Site], not_run: Iterable[str] = ()) -> ModelReport:
     """Returns the report of a model, from the jaxpr of a call and its contractions with the decisions.
 
-    In ``program`` each contraction is in the scope ``scope_in(sites, site)``. ``not_run`` are the paths of
+    In ``program`` each contraction is in the scope ``add_site(sites, site)``. ``not_run`` are the paths of
     ops that did not run.
     """
-    decided = {scope_in(sites, site): site for site in sites.values()}
+    decided = {f"{COUNTED}{i}": site for i, site in enumerate(sites.values())}
     counts: Counter[tuple[Site | tuple[str, str], GemmSizes]] = Counter()
     for eqn, scopes, times, inside in equations(program):
         op_type = op_type_of(eqn.primitive)

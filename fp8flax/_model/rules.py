@@ -16,6 +16,7 @@ from fp8flax._core.ops.op import Form, Op
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 from fp8flax._core.types import Path
+from fp8flax._model.param_origin import Source
 
 LEAVE = "leave"
 """The outcome of a rule that leaves a contraction in its wide dtype."""
@@ -48,10 +49,8 @@ class Site(NamedTuple):
     """The path of the module."""
     module: Any
     """The module while the model runs; only its class afterwards."""
-    kernel: str | None
-    """The path of the parameter that is the kernel, or of the first parameter that it is made of.
-
-    None for a product of two activations or of two parameters."""
+    sources: tuple[Source, ...]
+    """The parameters that the kernel is made of; none in a product of two activations or two parameters."""
     op: type[Op]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
@@ -84,6 +83,11 @@ class Site(NamedTuple):
     def place(self) -> str:
         """The path of the module as text, such as ``encoder/layer_0``, for rules and people."""
         return "/".join(self.path)
+
+    @property
+    def kernel(self) -> str | None:
+        """The path of the parameter that is the kernel, or of the first that it is made of, as text."""
+        return "/".join(self.sources[0].path) if self.sources else None
 
     @property
     def key(self) -> Hashable:

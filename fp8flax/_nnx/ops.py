@@ -95,12 +95,10 @@ class Fp8Op(OpBase, nnx.Module):
             array = jnp.full((*stack, *leaf.shape), leaf.fill, jnp.float32)
             setattr(self, leaf.name, OverwriteWithGradient(array))
 
-    def _compute(
-        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
-    ) -> jax.Array:
+    def _compute(self, *arguments: Any, **keywords: Any) -> jax.Array:
         scope = jax.named_scope(self._scope) if self._scope else contextlib.nullcontext()
         with unwatched(), jax.named_scope(BY_OP), scope:
-            return super()._compute(recipe, lhs, rhs, *arguments, **keywords)
+            return super()._compute(*arguments, **keywords)
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, Any]:
         variable, where = getattr(self, leaf.name, None), _NameInErrors(self, leaf.name)

@@ -77,6 +77,19 @@ def test_beside_an_op_that_was_given():
     close(model8.apply(variables, x), x @ params["w"] @ (1e5 * params["kernel"]))
 
 
+def test_two_given_ops_with_operands_of_one_shape_have_a_row_each():
+    class Given(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w, dims = self.param("w", init, (32, 32)), (((1,), (0,)), ((), ()))
+            return fp8.Fp8DotGeneralOp()(
+                fp8.Fp8DotGeneralOp(recipe=fp8.NVFP4BlockScaling())(x, w, dims), w, dims
+            )
+
+    rows = fp8.report(fp8.quantize_model(Given(), **ALL, allow_unmatched=True), normal(0, 4, 32)).rows
+    assert [(row.kernel, row.count, row.is_fp4) for row in rows] == [("w", 1, True), ("w", 1, False)]
+
+
 def test_one_kernel_used_twice_has_one_state():
     class Twice(nn.Module):
         @nn.compact

@@ -13,6 +13,7 @@ import fp8flax as fp8
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.dot_general import DotGeneral
 from fp8flax._core.ops.op import GemmSizes
+from fp8flax._model.param_origin import Source
 from fp8flax._model.rules import BREAK_EVEN, Rules, Site
 from tests.models import in_scan
 
@@ -23,7 +24,7 @@ def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **chang
     options = {
         "path": tuple(path.split("/")),
         "module": module or nn.Dense(n),
-        "kernel": kernel and f"{path}/{kernel}",
+        "sources": (Source((*path.split("/"), kernel), (k, n)),) if kernel else (),
         "op": DotGeneral,
         "shapes": ((8, k), (k, n)),
         "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),

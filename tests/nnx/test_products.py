@@ -293,6 +293,24 @@ class TestOnlyWhatRuns:
             *(("", True, 1), ("layer", False, 1), ("layer", False, 0))
         ]
 
+    def test_two_ops_by_hand_in_one_module(self):
+        """Each has a row, also if their operands have the same shapes."""
+
+        class Two(nnx.Module):
+            def __init__(self):
+                self.first, self.second, self.w = (
+                    fp8nnx.Fp8DotGeneralOp(),
+                    fp8nnx.Fp8DotGeneralOp(),
+                    param(8, 8),
+                )
+
+            def __call__(self, x):
+                dims = ((1,), (0,)), ((), ())
+                return self.second(self.first(x, self.w[...], dims), self.w[...], dims)
+
+        rows = fp8.report(fp8.quantize_model(Two(), X, include="absent", allow_unmatched=True), X).rows
+        assert [(row.path, row.converted, row.count) for row in rows] == [("", True, 1)] * 2
+
 
 class Child(nnx.Module):
     def __init__(self):
