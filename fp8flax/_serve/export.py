@@ -296,7 +296,7 @@ def _stacked(
             result.append(op._replace(groups=None))
     for own in stacks.values():
         own.sort(key=lambda op: op.cut or ())
-        for name in own[0].scales:
+        for name, _ in own[0].scales:
             paths = [(PARAMS, *op.path, name) for op in own]
             scales = [left.pop(path) for path in paths]
             stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack

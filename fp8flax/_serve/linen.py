@@ -24,8 +24,9 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, state_in_params
 from fp8flax._model.linen import convert, trace_apply
 from fp8flax._model.rules import Rules
-from fp8flax._serve import stored_op
-from fp8flax._serve.stored_op import Arrays, Calls, ServedOp, as_struct, leaves_of
+from fp8flax._serve.freeze_ops import freeze_ops
+from fp8flax._serve.reading import Calls, Reading, Recording, as_struct
+from fp8flax._serve.stored_op import Arrays, ServedOp, computed, leaves_of, not_seen
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -48,36 +49,10 @@ def freeze(
     unboxed = nn.meta.unbox(boxed)
     by_hand = not hasattr(model, "_fp8_rules")
     rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
-    seen, read = dict[Path, stored_op.SeenOp](), set[Path]()
-
-    class RecordingCall(stored_op.Reading, Call):
-        def on_read(self, path: Path) -> None:
-            read.add(path)
-
-        def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
-            return as_own_arrays(variables) if by_hand else super().put_in(variables)
-
-        def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
-            if recipe is None:  # FP8 is switched off
-                return compute(*operands, **keywords)
-            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
-            kernel = self.origins.of(operands[1])
-            return stored_op.record(seen, op.path, op.op_type, gemms, kernel, None, *operands, **keywords)
-
-    recording = convert(model, rules, RecordingCall)
-    shapes = jax.tree.map(as_struct, unboxed)  # without shardings
-    for name, inputs in calls.items():
-
-        def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
-            args, kwargs = inputs  # some names of the model's keywords may be those of apply
-            return getattr(bound, name)(*args, **kwargs)
-
-        needed = needed_inputs(trace_apply(recording, shapes, (inputs,), {"method": call}))
-        found = zip(leaves_of(shapes), needed)
-        read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
+    recording = _traced(model, rules, by_hand, unboxed, calls, weight_only)
     state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
-    unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
-    ops, codes, scales = stored_op.freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
+    unseen = {path[:-1] for path in leaves_of(state)} - recording.ops.keys()
+    ops, codes, scales = freeze_ops(recording, leaves_of(unboxed[PARAMS]), state, unseen)
     params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
@@ -86,6 +61,38 @@ def freeze(
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
     return convert(model, rules, Serving(tuple(ops), by_hand)), served
+
+
+def _traced(
+    model: nn.Module, rules: Rules, by_hand: bool, variables: PyTree, calls: Calls, weight_only: bool
+) -> Recording:
+    """Returns what the calls of a model run and read."""
+    recording = Recording(weight_only)
+
+    class RecordingCall(Reading, Call):
+        def on_read(self, path: Path) -> None:
+            recording.read.add(path)
+
+        def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+            return as_own_arrays(variables) if by_hand else super().put_in(variables)
+
+        def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
+            if recipe is None:  # FP8 is switched off
+                return compute(*operands, **keywords)
+            kernel = self.origins.of(operands[1])
+            return recording.run(op.path, op.op_type, recipe, kernel, *operands, **keywords)
+
+    traced, shapes = convert(model, rules, RecordingCall), jax.tree.map(as_struct, variables)
+    for name, inputs in calls.items():
+
+        def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
+            args, kwargs = inputs  # some names of the model's keywords may be those of apply
+            return getattr(bound, name)(*args, **kwargs)
+
+        needed = needed_inputs(trace_apply(traced, shapes, (inputs,), {"method": call}))
+        found = zip(leaves_of(shapes), needed)
+        recording.read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
+    return recording
 
 
 def _replaced(params: PyTree, new: Mapping[Path, object]) -> PyTree:
@@ -155,7 +162,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
     setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
 
 
-class ServingCall(stored_op.Reading, Call):
+class ServingCall(Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none.
 
     For a scan of two ``nn.Dense(8)`` that are stacked along axis 1, ``put_in`` changes ``params/layers``::
@@ -171,8 +178,6 @@ class ServingCall(stored_op.Reading, Call):
     def __init__(self, serving: Serving, model: nn.Module) -> None:
         super().__init__(model)
         self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
-        self._shapes = dict[Path, tuple[int, ...]]()
-        """The shapes of the scales of one layer, by their paths."""
 
     def on_read(self, path: Path) -> None:
         """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
@@ -189,9 +194,8 @@ class ServingCall(stored_op.Reading, Call):
         params = as_own_arrays(variables.get(PARAMS, {}))
         arrays = leaves_of(nn.meta.unbox(params))
         # The only parameters of an op are its scales.
-        ops = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
-        self._shapes.update({path: arrays[path].shape[len(op.stack) :] for path, op in ops.items()})
-        scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in ops.items()}
+        owners = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
+        scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in owners.items()}
         params = _replaced(params, {**self._boxed(arrays), **scales})
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         moved = scales if self._by_hand else {**scales, **leaves_of(state)}
@@ -215,22 +219,18 @@ class ServingCall(stored_op.Reading, Call):
         served = self._ops.get(op.path[len(self.path) :])  # the model may be a part of another one
         kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
         if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
-            raise stored_op.not_seen(op.path)
+            raise not_seen(op.path)
         if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
-        found = {name: self.state_of(op, name) for name in served.scales}
+        found = {name: self.state_of(op, name) for name, _ in served.scales}
         if missing := [name for name, x in found.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
         # The scales of a model in training are no parameters; ``computed`` refuses its kernels.
-        scales = {
-            name: jnp.reshape(x, self._shapes.get((*served.path, name), x.shape))
-            for name, x in found.items()
-            if x is not None
-        }
-        return stored_op.computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)
+        scales = {name: jnp.reshape(found[name], shape) for name, shape in served.scales}
+        return computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)
 
 
 def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._serve import stored_op
+from fp8flax._serve import freeze_ops
 from tests import reference
 from tests.cases import OWG, RECIPES, assert_same, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
@@ -107,9 +107,9 @@ def test_the_codes_are_those_of_the_newest_scale():
 
 def test_equal_layers_have_one_program(monkeypatch):
     """The codes of all kernels of a shape are computed by one compiled program."""
-    traced, x, pack = [], normal(0, 2, 24), stored_op.packed_kernel
+    traced, x, pack = [], normal(0, 2, 24), freeze_ops.packed_kernel
     model8, variables = trained(nn.Sequential([nn.Dense(24) for _ in range(3)]), x)
-    monkeypatch.setattr(stored_op, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
+    monkeypatch.setattr(freeze_ops, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
     fp8.freeze(model8, variables, x)
     assert len(traced) == 1
 
