@@ -280,11 +280,11 @@ def _in_blocks(shape: tuple[int, ...], scale: np.ndarray) -> tuple[np.ndarray, t
 
     Returns None if no block gives these shapes, or if the scales may be those of joined matrices.
     """
-    counts = scale.shape
+    counts = scale.shape if scale.size != 1 else ()
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
     may_be_blocks = len(counts) == len(shape) > 1
-    counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
+    counts = (*counts, *(1,) * (len(shape) - len(counts)))
     block = tuple(map(_width, shape, counts))
     if len(counts) != len(shape) or 0 in block:
         return None

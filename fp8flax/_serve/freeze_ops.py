@@ -62,10 +62,11 @@ def freeze_ops(
         if reason := _why_wide(firsts, name in recording.read, stacks):
             wide[name] = reason
             continue
-        codes[name], of_slices = _quantize(slices, parameter, *stacks)
-        for op, own in _served(slices, of_slices, jnp.result_type(parameter), *stacks):
-            served[op.path] = op
-            scales |= {(*op.path, name): x for name, x in own.items()}
+        codes[name], ops = _quantize(slices, parameter, *stacks)
+        groups = _groups(firsts, *stacks)
+        for op in ops:
+            served[op.path] = _served(op, groups, jnp.result_type(parameter), *stacks)
+            scales |= {(*op.path, scale): x for scale, x in op.scales.items()}
     if wide:
         text = "; ".join(f"{'/'.join(path)} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=4)
@@ -168,8 +169,8 @@ def _why_wide(ops: Sequence[SeenOp], is_read: bool, stacks: Sequence[Shape]) -> 
 
 def _quantize(
     slices: Sequence[Sequence[SeenOp]], parameter: jax.Array, stack: Shape
-) -> tuple[jax.Array, list[Scales]]:
-    """Returns the codes of a parameter, and the scales of each of its slices."""
+) -> tuple[jax.Array, list[SeenOp]]:
+    """Returns the codes of a parameter, and the ops that multiply by it with all of their scales."""
     known = [[op.scales[KERNEL_SCALE] for op in ops if KERNEL_SCALE in op.scales] for ops in slices]
     scales = [functools.reduce(jnp.maximum, own) if own else None for own in known]
     # Without the path, equal layers have one program.
@@ -179,10 +180,9 @@ def _quantize(
     # The codes are on the devices of the parameter, if there are several.
     is_on_several = is_known and len(parameter.sharding.device_set) > 1
     places = {"out_shardings": (parameter.sharding, None)} if is_on_several else {}
-    codes, of_slices = jax.jit(_quantized, static_argnums=(0, 1), **places)(
-        kernels, stack, parameter, scales
-    )
-    return codes, of_slices
+    quantize = jax.jit(_quantized, static_argnums=(0, 1), **places)
+    codes, of_slices = quantize(kernels, stack, parameter, scales)
+    return codes, [op._replace(scales=op.scales | x) for ops, x in zip(slices, of_slices) for op in ops]
 
 
 def _quantized(
@@ -216,26 +216,23 @@ def _quantized(
     return codes, of_kernels
 
 
-def _served(
-    slices: Sequence[Sequence[SeenOp]], of_slices: Sequence[Scales], dtype: np.dtype, stack: Shape
-) -> list[tuple[ServedOp, Scales]]:
-    """Returns the description of each op of a stored parameter, and all scales of the op."""
-    kinds = {(op.gemms.forward, _groups(op, stack)) for op, *_ in slices}
-    groups = kinds.pop()[1] if len(kinds) == 1 else None
-    served = list[tuple[ServedOp, Scales]]()
-    for ops, of_slice in zip(slices, of_slices):
-        for op in ops:
-            own, kernel = op.scales | of_slice, op.kernel.sources[0].path
-            shapes = tuple((name, x.shape[len(stack) :]) for name, x in own.items())
-            served.append(
-                (ServedOp(op.path, op.gemms, shapes, kernel, groups, dtype, stack, op.kernel.cut), own)
-            )
-    return served
+def _served(op: SeenOp, groups: Groups, dtype: np.dtype, stack: Shape) -> ServedOp:
+    """Returns the description of an op whose kernel is stored."""
+    scales = tuple((name, x.shape[len(stack) :]) for name, x in op.scales.items())
+    kernel, cut = op.kernel.sources[0].path, op.kernel.cut
+    return ServedOp(op.path, op.gemms, scales, kernel, groups, dtype, stack, cut)
 
 
-def _groups(op: SeenOp, stack: Shape) -> Groups | None:
-    """Returns the ``groups`` of a ``ServedOp``."""
-    kernel, plan = op.kernel, cast(StoredContraction, op.plan)
+def _groups(ops: Sequence[SeenOp], stack: Shape) -> Groups:
+    """Returns the ``groups`` of the ops that multiply by the slices of a parameter; none if they differ."""
+    found = {
+        (op.gemms.forward, _groups_of(op.kernel, cast(StoredContraction, op.plan), stack)) for op in ops
+    }
+    return found.pop()[1] if len(found) == 1 else ()
+
+
+def _groups_of(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups:
+    """Returns the ``groups`` of an op with this plan."""
     (_, summed), (_, batch) = plan.dimension_numbers
     in_order, quantizer = tuple(sorted(summed)), plan.recipe.forward.rhs
     are_first = (batch, stack) == (tuple(range(len(batch))), tuple(range(len(stack))))
@@ -244,4 +241,4 @@ def _groups(op: SeenOp, stack: Shape) -> Groups | None:
     is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
     out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
     groups = tuple(tuple(i - len(batch) for i in group) for group in (out, in_order))
-    return groups if are_first and is_in_order and kernel.is_one_parameter else None
+    return groups if are_first and is_in_order and kernel.is_one_parameter else ()

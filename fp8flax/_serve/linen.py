@@ -1,4 +1,15 @@
-"""Freezes Linen models, and runs and describes frozen ones."""
+"""Freezes Linen models, and runs and describes frozen ones.
+
+1. ``freeze`` traces the calls that the user names. Each is a ``RecordingCall``, which records the ops that
+   run, and the parameters that other code reads.
+2. ``freeze_ops`` returns the codes of the kernels that can be stored, and the scales. They go into the
+   variables. The descriptions of the ops go into the class of the frozen model, as a ``Serving``.
+3. Each call of the frozen model is a ``ServingCall``. Its ``put_in`` puts a box around all codes, and moves
+   the axes of the scales, so that the loops of the model slice codes and scales alike.
+4. A method that reads a box gets a ``StandIn`` for the wide kernel. It casts and moves the stand-in, and
+   ``Reading`` moves the codes.
+5. The op gets the stand-in as its kernel. ``on_op`` finds its scales, and ``computed`` multiplies.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +68,7 @@ def freeze(
     served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
     served.pop(OVERWRITE_WITH_GRADIENT, None)
     # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
-    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
+    wide = unseen | {op.path for op in ops if not op.kernel and any(op.gemms.quantizers)}
     if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
         served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
     return convert(model, rules, Serving(tuple(ops), by_hand)), served
@@ -196,17 +207,16 @@ class ServingCall(Reading, Call):
         # The only parameters of an op are its scales.
         owners = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
         scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in owners.items()}
-        params = _replaced(params, {**self._boxed(arrays), **scales})
+        boxes = {
+            op.kernel: StoredKernel(arrays[op.kernel], arrays[op.kernel].dtype, op.dtype, op.kernel)
+            for op in self._ops.values()
+            if op.kernel in arrays
+        }
+        params = _replaced(params, {**boxes, **scales})
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         moved = scales if self._by_hand else {**scales, **leaves_of(state)}
         seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(moved)})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
-
-    def _boxed(self, params: Arrays) -> dict[Path, StoredKernel]:
-        """Returns the boxes of the stored kernels among parameters, by their paths."""
-        dtypes = {op.kernel: op.dtype for op in self._ops.values() if op.kernel is not None}
-        codes = {path: params[path] for path in dtypes.keys() & params.keys()}
-        return {path: StoredKernel(x, x.dtype, dtypes[path], path) for path, x in codes.items()}
 
     def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns no variables: those of the caller stay as they are."""
@@ -217,10 +227,10 @@ class ServingCall(Reading, Call):
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         served = self._ops.get(op.path[len(self.path) :])  # the model may be a part of another one
-        kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
-        if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
+        kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else ((), None)
+        if (kernel, cut) != ((served.kernel, served.cut) if served else ((), None)):
             raise not_seen(op.path)
-        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
+        if not (served and kernel):  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
         found = {name: self.state_of(op, name) for name, _ in served.scales}
         if missing := [name for name, x in found.items() if x is None]:
@@ -228,9 +238,7 @@ class ServingCall(Reading, Call):
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        # The scales of a model in training are no parameters; ``computed`` refuses its kernels.
-        scales = {name: jnp.reshape(found[name], shape) for name, shape in served.scales}
-        return computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)
+        return computed(op.op_type, served, found, lhs, rhs, *rest, **keywords)
 
 
 def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.Array:
@@ -239,7 +247,7 @@ def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.
     It gets the number of dimensions of the kernel, since a loop may count its axis from the back.
     """
     num = len(op.stack)
-    if op.kernel is None or op.stack == tuple(range(num)):
+    if not op.kernel or op.stack == tuple(range(num)):
         return scale
     ones = (1,) * (params[op.kernel].ndim - num - 1)
     return jnp.moveaxis(scale.reshape(*scale.shape[:num], -1, *ones), range(num), op.stack)

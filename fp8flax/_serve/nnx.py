@@ -92,7 +92,7 @@ class FrozenOp(nnx.Module):
         if not isinstance(rhs, StandIn) or (rhs.source, rhs.cut) != (served.kernel, served.cut):
             raise not_seen(served.path)
         scales = {name: getattr(self, name).get_value() for name, _ in served.scales}
-        return computed(self.op_type, served.gemms, scales, lhs, rhs, *arguments, **keywords)
+        return computed(self.op_type, served, scales, lhs, rhs, *arguments, **keywords)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -137,7 +137,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
         op.recipe = gemms.get(path) or op._recipe_in_use()
     made = dict[Any, Frozen]()
     for served in ops:
-        if served.kernel is None:
+        if not served.kernel:
             continue
         kernel: Any = variables[served.kernel]
         change_class(kernel, Frozen)  # at all places that share it

@@ -40,14 +40,14 @@ class ServedOp(NamedTuple):
     path: Path
     gemms: CustomRecipe
     scales: tuple[tuple[str, Shape], ...] = ()
-    """The names of its scales in the variables, with the shapes of those of one layer."""
-    kernel: Path | None = None
+    """The names of its scales in the variables, and the shapes of the scales of one layer."""
+    kernel: Path = ()
     """The path of the parameter in FP8 that is the kernel, or that the kernel is a slice of."""
-    groups: Groups | None = None
+    groups: Groups = ()
     """The output dimensions and the summed dimensions of the kernel.
 
     They are counted without the dimensions that stack layers, and without those that stack kernels, such as
-    the experts. None if the op does not read the kernel as it is stored."""
+    the experts. There are none if the op does not read the kernel as it is stored."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
     stack: tuple[int, ...] = ()
@@ -86,14 +86,15 @@ def not_seen(path: Path) -> ValueError:
 
 def computed(
     op_type: type[Op],
-    gemms: CustomRecipe,
-    scales: Mapping[str, jax.Array],
+    served: ServedOp,
+    scales: Mapping[str, Any],
     lhs: jax.Array,
     kernel: StandIn,
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
     """Returns the result of an op with a plan for its stored kernel and its scales."""
+    gemms = served.gemms
     if recipe_in_use(gemms, gemms) is None:
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
@@ -107,9 +108,9 @@ def computed(
     lhs = lhs.astype(np.promote_types(lhs.dtype, kernel.dtype))
     codes, scales = constant((kernel.codes, dict(scales)))
     # ``freeze_ops`` gives a scalar scale the shape (1,).
-    of = {name: x.reshape(()) if x.shape == (1,) else x for name, x in scales.items()}
+    of = {name: scales[name].reshape(shape if shape != (1,) else ()) for name, shape in served.scales}
     assert gemms.forward.rhs is not None
     quantizer, tensor_scale = gemms.forward.rhs.stored, of.get(KERNEL_TENSOR_SCALE)
     rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
-    keywords |= {"recipe": gemms, "input_scale": scales.get(INPUT_SCALE)}
+    keywords |= {"recipe": gemms, "input_scale": of.get(INPUT_SCALE)}
     return frozen(op_type, lhs, rhs, *arguments, **keywords)
