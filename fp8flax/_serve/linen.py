@@ -90,8 +90,7 @@ def _traced(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            kernel = self.origins.of(operands[1])
-            return recording.run(op.path, op.op_type, recipe, kernel, *operands, **keywords)
+            return recording.run(op.path, op.op_type, recipe, self.origins, *operands, **keywords)
 
     traced, shapes = convert(model, rules, RecordingCall), jax.tree.map(as_struct, variables)
     for name, inputs in calls.items():

@@ -223,16 +223,14 @@ def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Gr
         merged = [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
         if given == shape or (path[-1] == "bias" and given in merged):
             accepted.append(())
-    if len(accepted) > 1:
-        raise ValueError(
-            f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
-            "Pass a dict with the array that dequantize returns, in the variable's order"
-        )
-    if not accepted:
-        raise ValueError(
-            f"its shape {list(given)} does not become {list(shape)}; a weight is (..., out, in)"
-        )
-    return accepted[0]
+    if len(accepted) == 1:
+        return accepted[0]
+    wrong = f"does not become {list(shape)}; a weight is (..., out, in)"
+    unclear = (
+        "does not show whether it is (..., out, in) or (..., in, out). Pass a dict with the array that "
+        "dequantize returns, in the variable's order"
+    )
+    raise ValueError(f"its shape {list(given)} {unclear if accepted else wrong}")
 
 
 def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> list[Groups]:

@@ -207,8 +207,7 @@ def _recording_copy(model: nnx.Module, recording: Recording) -> Any:
     def on_op(path: Path, op: Fp8Op, recipe: Recipe, *operands: Any, **keywords: Any) -> jax.Array:
         operands = _values(operands)
         with unwatched():
-            kernel = origins.of(operands[1])
-            return recording.run(path, op.op_type, recipe, kernel, *operands, **keywords)
+            return recording.run(path, op.op_type, recipe, origins, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         recording.read.add(variable.fp8_path)

@@ -24,7 +24,7 @@ from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.types import Path
 from fp8flax._model.interception import Interception
-from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin
+from fp8flax._model.param_origin import CAST, MOVEMENTS, Origin, ParamOrigins
 
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The positional and the keyword inputs of a call of each method to trace, by the method's name."""
@@ -109,13 +109,13 @@ class Recording:
         path: Path,
         op_type: type[Op],
         recipe: Recipe,
-        kernel: Origin | None,
+        origins: ParamOrigins,
         *arguments: Any,
         **keywords: Any,
     ) -> jax.Array:
         """Records an op that runs in a trace; the result does not depend on the kernel."""
         lhs, rhs, *rest = arguments
-        gemms, kernel = WEIGHT_ONLY if self.weight_only else recipe.gemms, kernel or Origin()
+        gemms, kernel = WEIGHT_ONLY if self.weight_only else recipe.gemms, origins.of(rhs) or Origin()
         if gemms.forward.rhs is None:  # the op reads a wide kernel
             self.read |= {source.path for source in kernel.sources}
         # The record outlives the trace, so it must not hold arrays.
