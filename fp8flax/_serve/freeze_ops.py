@@ -112,8 +112,7 @@ def _users(ops: Iterable[SeenOp], is_nnx: bool) -> dict[Path, list[list[SeenOp]]
     """
     users = dict[Path, dict[Any, list[SeenOp]]]()
     for op in ops:
-        dims = op.plan and op.plan.dimension_numbers
-        way = op.op_type, op.kernel, op.gemms.forward, dims and tuple(of_kernel for _, of_kernel in dims)
+        way = op.op_type, op.kernel, op.gemms.forward, op.kernel_dims
         for source in op.kernel.sources if op.gemms.forward.rhs else ():
             users.setdefault(source.path, {}).setdefault(way if is_nnx else op.path, []).append(op)
     by_cut = lambda ops: ops[0].kernel.cut or ()  # noqa: E731

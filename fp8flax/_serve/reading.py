@@ -92,6 +92,11 @@ class SeenOp(NamedTuple):
     scales: Scales
     """The delayed scales of the next step, which ``freeze_ops`` adds."""
 
+    @property
+    def kernel_dims(self) -> Any:
+        """The dimensions of the kernel that the op sums over, and its batch dimensions."""
+        return self.plan and tuple(of_kernel for _, of_kernel in self.plan.dimension_numbers)
+
 
 @dataclasses.dataclass
 class Recording:
@@ -116,12 +121,14 @@ class Recording:
         """Records an op that runs in a trace; the result does not depend on the kernel."""
         lhs, rhs, *rest = arguments
         gemms, kernel = WEIGHT_ONLY if self.weight_only else recipe.gemms, origins.of(rhs) or Origin()
-        if gemms.forward.rhs is None:  # the op reads a wide kernel
-            self.read |= {source.path for source in kernel.sources}
         # The record outlives the trace, so it must not hold arrays.
         structs = jax.tree.map(as_struct, arguments)
         plan: Any = op_type.plans["direct"](*structs, recipe=gemms) if op_type.stores_kernel else None
-        before = self.ops.setdefault(path, SeenOp(path, op_type, gemms, plan, kernel, {}))
+        op, quantizer = SeenOp(path, op_type, gemms, plan, kernel, {}), gemms.forward.rhs
+        before = self.ops.setdefault(path, op)
+        # The op reads a wide kernel, or one that needs scales along other dimensions than before.
+        if not (quantizer and (quantizer.has_one_scale or op.kernel_dims == before.kernel_dims)):
+            self.read |= {source.path for source in kernel.sources}
         if before.kernel != kernel:  # one op multiplies by several kernels
             self.ops[path] = before._replace(kernel=Origin(before.kernel.sources + kernel.sources))
         return op_type.plain(lhs, jnp.zeros_like(rhs), *rest, **keywords)

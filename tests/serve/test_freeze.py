@@ -355,6 +355,29 @@ def test_another_slice_than_was_seen():
         serve.apply(served, x, (1, 0))
 
 
+class BothWays(nn.Module):
+    """One op by hand multiplies by a kernel, and by its transpose."""
+
+    recipe: object
+
+    @nn.compact
+    def __call__(self, x):
+        op, w = fp8.Fp8DotGeneralOp(self.recipe), self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        return op(op(x, w, (((1,), (0,)), ((), ()))), w, (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize("recipe", ["axiswise", "mxfp8", "current"])
+def test_one_op_that_multiplies_in_two_ways(recipe):
+    """Each way needs scales of its own, unless the whole kernel has one scale."""
+    x, model = normal(0, 4, 8), BothWays(RECIPES[recipe])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        serve, served = fp8.freeze(model, variables_of(model, x), x)
+    assert (narrow(served) == {"w"}) == (recipe == "current")
+    assert any(READ in str(warning.message) for warning in told) == (recipe != "current")
+    np.testing.assert_array_equal(serve.apply(served, x), model.apply(variables_of(model, x), x))
+
+
 PART, READ = "its matmul does not multiply", "something else reads it"
 OF_PARTS = dict.fromkeys(("gate", "up"), PART)
 UNSTORED_SLICES = {
