@@ -10,7 +10,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from fp8flax._core.formats import E2M1
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
-from fp8flax._core.qtensor import Quantizer
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.types import Path, PyTree
@@ -246,7 +245,7 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path
 def _layers(
     ops: Sequence[ServedOp], arrays: Mapping[Path, Array]
 ) -> tuple[list[ServedOp], dict[Path, Array]]:
-    """Returns an op for each weight in the file, and the arrays with stacked scales.
+    """Returns an op for each weight in the file, and the arrays, with the scales of a stack in one array.
 
     The matmuls of a loop over experts are different ops. For ``x @ w[0]`` and ``x @ w[1]``::
 
@@ -260,19 +259,17 @@ def _layers(
             layers[op.path] = [op]
         elif op.groups and (PARAMS, *op.kernel) in arrays:  # otherwise another layer has all kernels
             layers.setdefault(op.kernel, []).append(op)
-    stacks = [sorted(own, key=lambda op: op.cut or ()) for own in layers.values()]
-    for own in stacks:
+    for own in layers.values():
+        own.sort(key=lambda op: op.cut or ())
         for name, _ in own[0].scales if own[0].cut else ():
             paths = [(PARAMS, *op.path, name) for op in own]
-            scales = [left.pop(path) for path in paths]
-            stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
-            left[paths[0]] = stack(scales, axis=len(own[0].stack))
-    return [own[0] for own in stacks], left
+            left[paths[0]] = jnp.stack([left.pop(path) for path in paths], axis=len(own[0].stack))
+    return [own[0] for own in layers.values()], left
 
 
 def _of_layer(op: ServedOp) -> dict[Path, tuple[str, Groups]]:
     """Returns the names and the groups of the variables that a layer with this op may have."""
-    weight, quantizer = names_of((PARAMS, *op.kernel))[1], cast(Quantizer, op.gemms.forward.rhs)
+    weight, quantizer = names_of((PARAMS, *op.kernel))[1], op.quantizer
     packed = "_packed" * (quantizer.dtype == E2M1)
     end, scale = "_scale", () if quantizer.has_one_scale else op.groups
     if quantizer.block:  # scales per block have a batch dimension of size 1
@@ -291,7 +288,7 @@ def _of_layer(op: ServedOp) -> dict[Path, tuple[str, Groups]]:
 
 def _repeated(op: ServedOp, arrays: Mapping[Path, Array]) -> dict[Path, Array]:
     """Returns the scale of a whole kernel by its path, repeated for each kernel of a batched matmul."""
-    has_one_scale = cast(Quantizer, op.gemms.forward.rhs).has_one_scale
+    has_one_scale = op.quantizer.has_one_scale
     path = PARAMS, *op.path, KERNEL_SCALE if has_one_scale else KERNEL_TENSOR_SCALE
     codes, x = arrays.get((PARAMS, *op.kernel)), arrays.get(path)
     if codes is None or x is None:

@@ -307,10 +307,8 @@ def _scale_for(
     name: str, like: Any, tensor: CheckpointTensor, groups: Groups, kernel: tuple[int, ...]
 ) -> np.ndarray | None:
     """Returns the scale of a tensor that a variable of this name has; None if ``like`` cannot hold it."""
-    if name == KERNEL_SCALE:
-        scale = _kernel_scale(tensor, groups, kernel, like)
-    else:
-        scale = tensor.tensor_scale if name == KERNEL_TENSOR_SCALE else tensor.input_scale
+    others = {INPUT_SCALE: tensor.input_scale, KERNEL_TENSOR_SCALE: tensor.tensor_scale}
+    scale = others[name] if name in others else _kernel_scale(tensor, groups, kernel, like)
     size = math.prod(like.shape)
     if scale is not None and scale.size > size and scale.size % size == 0:
         # A file repeats the scale that the kernels of a batched matmul share.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from fp8flax._core.names import KERNEL_TENSOR_SCALE, state_leaf_names
 from fp8flax._core.ops.canonical import Shape
 from fp8flax._core.ops.op import Op
 from fp8flax._core.ops.stored import frozen
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, Quantizer
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.state.tree import path_names
 from fp8flax._core.types import Path, PyTree
@@ -55,6 +55,11 @@ class ServedOp(NamedTuple):
     cut: tuple[int, int, int] | None = None
     """The axis, the start and the end, if the kernel is a slice of the parameter."""
 
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer of the stored kernel."""
+        return cast(Quantizer, self.gemms.forward.rhs).stored
+
 
 def leaves_of(tree: PyTree) -> dict[Path, Any]:
     """Returns the leaves of a tree without boxes by their paths."""
@@ -94,8 +99,7 @@ def computed(
     **keywords: Any,
 ) -> jax.Array:
     """Returns the result of an op with a plan for its stored kernel and its scales."""
-    gemms = served.gemms
-    if recipe_in_use(gemms, gemms) is None:
+    if recipe_in_use(served.gemms, served.gemms) is None:
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
             "stored in FP8. Call it outside of that context, or call the original model."
@@ -109,8 +113,6 @@ def computed(
     codes, scales = constant((kernel.codes, dict(scales)))
     # ``freeze_ops`` gives a scalar scale the shape (1,).
     of = {name: scales[name].reshape(shape if shape != (1,) else ()) for name, shape in served.scales}
-    assert gemms.forward.rhs is not None
-    quantizer, tensor_scale = gemms.forward.rhs.stored, of.get(KERNEL_TENSOR_SCALE)
-    rhs = QTensor(codes, of[KERNEL_SCALE], quantizer, tensor_scale=tensor_scale)
-    keywords |= {"recipe": gemms, "input_scale": of.get(INPUT_SCALE)}
+    rhs = QTensor(codes, of[KERNEL_SCALE], served.quantizer, tensor_scale=of.get(KERNEL_TENSOR_SCALE))
+    keywords |= {"recipe": served.gemms, "input_scale": of.get(INPUT_SCALE)}
     return frozen(op_type, lhs, rhs, *arguments, **keywords)
