@@ -40,8 +40,10 @@ def freeze_ops(
 
     ``_with_delayed_scales`` gives each op the scales of the next step. ``_users`` lists the ops of each
     parameter. ``_stacks`` and ``_why_wide`` say whether the parameter can be stored. If so, ``_quantize``
-    returns its codes, and ``_served`` describes its ops. All other ops compute as in training. ``unseen``
-    are the ops that did not run.
+    returns its codes, and ``_served`` describes its ops. All other ops compute as in training.
+
+    ``unseen`` are the ops that did not run. In NNX several ops may share a kernel, and layers are stacked
+    along the first axes.
     """
     if not recording.ops:
         raise ValueError(
