@@ -81,6 +81,10 @@ def _traced(
     recording = Recording(weight_only)
 
     class RecordingCall(Reading, Call):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            self.origins = recording.origins
+
         def on_read(self, path: Path) -> None:
             recording.read.add(path)
 
@@ -90,7 +94,7 @@ def _traced(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            return recording.run(op.path, op.op_type, recipe, self.origins, *operands, **keywords)
+            return recording.run(op.path, op.op_type, recipe, *operands, **keywords)
 
     traced, shapes = convert(model, rules, RecordingCall), jax.tree.map(as_struct, variables)
     for name, inputs in calls.items():

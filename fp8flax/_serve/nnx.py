@@ -21,7 +21,6 @@ from fp8flax._core.ops.op import Op, calling
 from fp8flax._core.recipes import Recipe
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
-from fp8flax._model.param_origin import ParamOrigins
 from fp8flax._model.tracing import program_of
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
 from fp8flax._serve.freeze_ops import freeze_ops
@@ -190,14 +189,14 @@ def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> Recording:
 
 def _recording_copy(model: nnx.Module, recording: Recording) -> Any:
     """Returns a copy of a model that records its ops, and the parameters that other code reads or sets."""
-    copy, origins = nnx.clone(model), ParamOrigins()
+    copy = nnx.clone(model)
 
     class RecordingCall(Reading, ModuleCall):
         """A call of a method; all calls in the trace know parameters by their paths in the model."""
 
         def __init__(self, module: nnx.Module) -> None:
             super().__init__(module)
-            self.origins = origins
+            self.origins = recording.origins
             variables = self.variables.items()
             self.variables = {x.get_metadata().get("fp8_path", path): x for path, x in variables}
 
@@ -207,7 +206,7 @@ def _recording_copy(model: nnx.Module, recording: Recording) -> Any:
     def on_op(path: Path, op: Fp8Op, recipe: Recipe, *operands: Any, **keywords: Any) -> jax.Array:
         operands = _values(operands)
         with unwatched():
-            return recording.run(path, op.op_type, recipe, origins, *operands, **keywords)
+            return recording.run(path, op.op_type, recipe, *operands, **keywords)
 
     def on_set(variable: Any, value: Any) -> Any:
         recording.read.add(variable.fp8_path)

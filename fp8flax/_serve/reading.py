@@ -108,19 +108,15 @@ class Recording:
     """The FP8 ops that ran."""
     read: set[Path] = dataclasses.field(default_factory=set)
     """The parameters that anything else reads, or changes."""
+    origins: ParamOrigins = dataclasses.field(default_factory=ParamOrigins)
+    """What the values of all calls are made of, by the paths of parameters in the model."""
 
     def run(
-        self,
-        path: Path,
-        op_type: type[Op],
-        recipe: Recipe,
-        origins: ParamOrigins,
-        *arguments: Any,
-        **keywords: Any,
+        self, path: Path, op_type: type[Op], recipe: Recipe, *arguments: Any, **keywords: Any
     ) -> jax.Array:
         """Records an op that runs in a trace; the result does not depend on the kernel."""
         lhs, rhs, *rest = arguments
-        gemms, kernel = WEIGHT_ONLY if self.weight_only else recipe.gemms, origins.of(rhs) or Origin()
+        gemms, kernel = WEIGHT_ONLY if self.weight_only else recipe.gemms, self.origins.of(rhs) or Origin()
         # The record outlives the trace, so it must not hold arrays.
         structs = jax.tree.map(as_struct, arguments)
         plan: Any = op_type.plans["direct"](*structs, recipe=gemms) if op_type.stores_kernel else None
