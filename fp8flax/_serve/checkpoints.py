@@ -50,6 +50,7 @@ _WIDTHS = (16, 32, 64, 128)
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
 """The values of ``quant_method`` in ``config.json`` that are read."""
 E4M3, _E8M0 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e8m0fnu)
+Part = np.ndarray | None
 _SCALE_DTYPES = [_E8M0, *(np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16))]
 
 
@@ -220,7 +221,8 @@ def paired(where: str | Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
         of_input = next((part for part in inputs if part in tensors), "")
         parts = {part: np.asarray(tensors[part]) for part in (key, scale, of_tensor, of_input) if part}
         others = [part for end in BESIDE if (part := name + end) in tensors and part not in parts]
-        entry = _quantized(parts[key], parts[scale], parts.get(of_tensor), parts.get(of_input))
+        given = parts[key], parts[scale], parts.get(of_input)
+        entry = _of_nvfp4(*given, parts[of_tensor]) if of_tensor else _of_fp8(*given)
         if entry is None or others:
             parts |= {part: tensors[part] for part in others}
             found = [f"{part!r} {x.dtype}{list(x.shape)}" for part, x in parts.items()]
@@ -240,39 +242,56 @@ def paired(where: str | Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _quantized(
-    codes: np.ndarray, scale: np.ndarray, tensor_scale: np.ndarray | None, input_scale: np.ndarray | None
+def _of_fp8(codes: np.ndarray, scale: np.ndarray, input_scale: Part) -> CheckpointTensor | None:
+    """Returns a tensor in FP8 with scales in a wide dtype or in E8M0; None if they do not match."""
+    if scale.dtype == np.uint8:
+        return _of_mxfp8(codes, scale.view(_E8M0), input_scale)
+    found = _in_blocks(codes.shape, scale)
+    if found is None or codes.dtype not in FP8_DTYPES or scale.dtype not in _SCALE_DTYPES:
+        return None
+    return CheckpointTensor(codes, codes.dtype, codes.shape, *found, input_scale, None)
+
+
+def _of_mxfp8(codes: np.ndarray, scale: np.ndarray, input_scale: Part) -> CheckpointTensor | None:
+    """Returns a tensor in MXFP8, whose file has its scales as bytes; None if they do not match."""
+    tensor = _of_fp8(codes, scale, input_scale)
+    return tensor if tensor and {*tensor.block[:-1]} == {1} and tensor.block[-1] <= 32 else None
+
+
+def _of_nvfp4(
+    packed: np.ndarray, scale: np.ndarray, input_scale: Part, tensor_scale: np.ndarray
 ) -> CheckpointTensor | None:
-    """Returns the entry of a quantized tensor; None if its scales do not match."""
-    dtype, shape, counts = codes.dtype, codes.shape, scale.shape
-    if tensor_scale is not None:
-        dtype, shape = E2M1, (*shape[:-1], *(2 * n for n in shape[-1:]))
+    """Returns a tensor in NVFP4 with scales in e4m3, along rows; None if they do not match."""
+    if packed.ndim < 2 or scale.dtype != E4M3 or tensor_scale.dtype != np.float32:
+        return None
+    *rows, width = *packed.shape[:-1], 2 * packed.shape[-1]
+    stack, of_tensor = ([n for n in sizes if n != 1] for sizes in (rows[:-1], tensor_scale.shape))
+    found = _in_blocks((*rows, width), scale)
+    if found is None or found[0].shape != (*rows, width / 16) or of_tensor != stack:
+        return None
+    with np.errstate(all="ignore"):  # a damaged scale may be zero
+        tensor_scale = 1 / tensor_scale.reshape(*rows[:-1], 1, 1)
+        input_scale = None if input_scale is None else 1 / input_scale
+    return CheckpointTensor(packed, E2M1, (*rows, width), *found, input_scale, tensor_scale)
+
+
+def _in_blocks(shape: tuple[int, ...], scale: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]] | None:
+    """Returns a scale with the dimensions of its weight, and the size of a block in each dimension.
+
+    Returns None if no block gives these shapes, or if the scales may be those of joined matrices.
+    """
+    counts = scale.shape if scale.size != 1 else ()
     if len(counts) == 4 and len(shape) == 2 and counts[1] == counts[3] == 1:  # ModelOpt's blocks
         counts = counts[::2]
     may_be_blocks = len(counts) == len(shape) > 1
-    counts = (1,) * len(shape) if scale.size == 1 else (*counts, *(1,) * (len(shape) - len(counts)))
+    counts = (*counts, *(1,) * (len(shape) - len(counts)))
     block = tuple(map(_width, shape, counts))
-    in_blocks = [i for i, count in enumerate(counts) if count not in (1, *shape[i : i + 1])]
-    # Formats have blocks of the last two dimensions, of at most 128 elements in each. Other scales may be
-    # of the matrices that are joined in this one.
-    if in_blocks and not (may_be_blocks and in_blocks[0] >= len(shape) - 2 and max(block[-2:]) <= 128):
+    if len(counts) != len(shape) or 0 in block:
         return None
-    is_in_rows = len(block) > 1 and {*block[:-1]} == {1}
-    if tensor_scale is not None:
-        is_right = is_in_rows and 16 * counts[-1] == shape[-1] and scale.dtype == E4M3
-        stack, of_tensor = ([n for n in sizes if n != 1] for sizes in (shape[:-2], tensor_scale.shape))
-        is_right &= tensor_scale.dtype == np.float32 and of_tensor == stack
-    elif scale.dtype == np.uint8:  # a file of MXFP8 may hold the bytes of its scales
-        is_right, scale = is_in_rows and 1 <= block[-1] <= 32, scale.view(_E8M0)
-    else:
-        is_right = scale.dtype in _SCALE_DTYPES
-    if not is_right or 0 in block or len(counts) != len(shape) or dtype not in (*FP8_DTYPES, E2M1):
-        return None
-    if tensor_scale is not None:
-        with np.errstate(all="ignore"):  # a damaged scale may be zero
-            tensor_scale = 1 / tensor_scale.reshape(*shape[:-2], 1, 1)
-            input_scale = None if input_scale is None else 1 / input_scale
-    return CheckpointTensor(codes, dtype, shape, scale.reshape(counts), block, input_scale, tensor_scale)
+    divided = [i for i, count in enumerate(counts) if count not in (1, shape[i])]
+    # Formats have blocks of the last two dimensions, of at most 128 elements in each.
+    is_clear = may_be_blocks and divided and divided[0] >= len(shape) - 2 and max(block[-2:]) <= 128
+    return (scale.reshape(counts), block) if is_clear or not divided else None
 
 
 def _width(size: int, count: int) -> int:

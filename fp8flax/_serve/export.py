@@ -10,7 +10,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from fp8flax._core.formats import E2M1
 from fp8flax._core.names import KERNEL_TENSOR_SCALE, PARAMS
-from fp8flax._core.qtensor import Quantizer
 from fp8flax._core.quantize import quotient
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.types import Path, PyTree
@@ -235,49 +234,18 @@ def _tensors_of(
 
 def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path, tuple[str, Array]]:
     """Returns the name and the array of each variable in a file, before ``rename``."""
-    ops, arrays = _stacked(ops, arrays)
+    layers, arrays = _layers(ops, arrays)
     found = {path: (names_of(path)[0], Groups()) for path in arrays}
-    for op in ops:
-        if op.kernel is not None and op.groups is not None:
-            found |= _of_layer(op, op.kernel, op.groups)
-            arrays |= _repeated(op, op.groups, arrays)
+    for op in layers:
+        found |= _of_layer(op)
+        arrays |= _repeated(op, arrays)
     return {path: (found[path][0], merged(x, found[path][1])) for path, x in arrays.items()}
 
 
-def _of_layer(op: ServedOp, kernel: Path, groups: Groups) -> dict[Path, tuple[str, Groups]]:
-    """Returns the names and the groups of the variables that a layer with this op may have."""
-    weight, quantizer = names_of((PARAMS, *kernel))[1], cast(Quantizer, op.gemms.forward.rhs)
-    packed = "_packed" * (quantizer.dtype == E2M1)
-    end, scale = "_scale", () if quantizer.has_one_scale else groups
-    if quantizer.block:  # scales per block have a batch dimension of size 1
-        end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
-    bias = PARAMS, *kernel[:-1], "bias"
-    of_bias = {bias: (names_of(bias)[0], (tuple(range(len(groups[0]))),))} if kernel[-1] == "kernel" else {}
-    return {
-        (PARAMS, *kernel): (weight + packed, groups),
-        (PARAMS, *op.path, KERNEL_SCALE): (weight + end, scale),
-        (PARAMS, *op.path, KERNEL_TENSOR_SCALE): (weight + "_global_scale", ()),
-        (PARAMS, *op.path, INPUT_SCALE): (weight.removesuffix("weight") + INPUT_SCALE, ()),
-        **of_bias,
-    }
-
-
-def _repeated(op: ServedOp, groups: Groups, arrays: Mapping[Path, Array]) -> dict[Path, Array]:
-    """Returns the scale of a whole kernel by its path, repeated for each kernel of a batched matmul."""
-    has_one_scale = cast(Quantizer, op.gemms.forward.rhs).has_one_scale
-    path = PARAMS, *op.path, KERNEL_SCALE if has_one_scale else KERNEL_TENSOR_SCALE
-    codes, x = arrays.get((PARAMS, *(op.kernel or ()))), arrays.get(path)
-    if codes is None or x is None:
-        return {}
-    stack = codes.shape[: codes.ndim - sum(map(len, groups))]
-    x = jnp.broadcast_to(x.reshape(*x.shape[:-1], *(1,) * (len(stack) - x.ndim + 2)), (*stack, 1))
-    return {path: x if has_one_scale else quotient(jnp.ones_like(x), x)}
-
-
-def _stacked(
+def _layers(
     ops: Sequence[ServedOp], arrays: Mapping[Path, Array]
 ) -> tuple[list[ServedOp], dict[Path, Array]]:
-    """Returns ops and arrays in which one op multiplies by all kernels of a stack, with stacked scales.
+    """Returns an op for each weight in the file, and the arrays, with the scales of a stack in one array.
 
     The matmuls of a loop over experts are different ops. For ``x @ w[0]`` and ``x @ w[1]``::
 
@@ -285,23 +253,49 @@ def _stacked(
         Fp8DotGeneralOp_w-axis0-0/kernel_scale  (1,)            …w-axis0-0/kernel_scale   (2, 1)
         Fp8DotGeneralOp_w-axis0-1/kernel_scale  (1,)
     """
-    result, left = list[ServedOp](), dict(arrays)
-    stacks = dict[Path, list[ServedOp]]()
+    layers, left = dict[Path, list[ServedOp]](), dict(arrays)
     for op in ops:
-        if op.kernel is None or op.cut is None or op.groups is None:
-            result.append(op)
-        elif (PARAMS, *op.kernel) in arrays:
-            stacks.setdefault(op.kernel, []).append(op)
-        else:  # another layer has the kernels, and their scales
-            result.append(op._replace(groups=None))
-    for own in stacks.values():
+        if op.groups and op.cut is None:
+            layers[op.path] = [op]
+        elif op.groups and (PARAMS, *op.kernel) in arrays:  # otherwise another layer has all kernels
+            layers.setdefault(op.kernel, []).append(op)
+    for own in layers.values():
         own.sort(key=lambda op: op.cut or ())
-        for name in own[0].scales:
+        for name, _ in own[0].scales if own[0].cut else ():
             paths = [(PARAMS, *op.path, name) for op in own]
-            scales = [left.pop(path) for path in paths]
-            stack = np.stack if isinstance(scales[0], np.ndarray) else jnp.stack
-            left[paths[0]] = stack(scales, axis=len(own[0].stack))
-    return result + [own[0] for own in stacks.values()], left
+            left[paths[0]] = jnp.stack([left.pop(path) for path in paths], axis=len(own[0].stack))
+    return [own[0] for own in layers.values()], left
+
+
+def _of_layer(op: ServedOp) -> dict[Path, tuple[str, Groups]]:
+    """Returns the names and the groups of the variables that a layer with this op may have."""
+    weight, quantizer = names_of((PARAMS, *op.kernel))[1], op.quantizer
+    packed = "_packed" * (quantizer.dtype == E2M1)
+    end, scale = "_scale", () if quantizer.has_one_scale else op.groups
+    if quantizer.block:  # scales per block have a batch dimension of size 1
+        end, scale = "_scale_inv" if quantizer.block == (128, 128) else end, ((0, 1), (2,))
+    found = {
+        (PARAMS, *op.kernel): (weight + packed, op.groups),
+        (PARAMS, *op.path, KERNEL_SCALE): (weight + end, scale),
+        (PARAMS, *op.path, KERNEL_TENSOR_SCALE): (weight + "_global_scale", ()),
+        (PARAMS, *op.path, INPUT_SCALE): (weight.removesuffix("weight") + INPUT_SCALE, ()),
+    }
+    if op.kernel[-1] == "kernel":
+        bias = PARAMS, *op.kernel[:-1], "bias"
+        found[bias] = names_of(bias)[0], (tuple(range(len(op.groups[0]))),)
+    return found
+
+
+def _repeated(op: ServedOp, arrays: Mapping[Path, Array]) -> dict[Path, Array]:
+    """Returns the scale of a whole kernel by its path, repeated for each kernel of a batched matmul."""
+    has_one_scale = op.quantizer.has_one_scale
+    path = PARAMS, *op.path, KERNEL_SCALE if has_one_scale else KERNEL_TENSOR_SCALE
+    codes, x = arrays.get((PARAMS, *op.kernel)), arrays.get(path)
+    if codes is None or x is None:
+        return {}
+    stack = codes.shape[: codes.ndim - sum(map(len, op.groups))]
+    x = jnp.broadcast_to(x.reshape(*x.shape[:-1], *(1,) * (len(stack) - x.ndim + 2)), (*stack, 1))
+    return {path: x if has_one_scale else quotient(jnp.ones_like(x), x)}
 
 
 def merged(x: Array, groups: Groups) -> Array:
@@ -347,7 +341,7 @@ def _quantization_config(ops: Sequence[ServedOp], wide_layers: Sequence[str]) ->
     """
     in_fp8 = [op for op in ops if any(op.gemms.quantizers)]
     kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in in_fp8}
-    if len(kinds) != 1 or any(op.groups is None for op in in_fp8):
+    if len(kinds) != 1 or not all(op.groups for op in in_fp8):
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None

@@ -12,7 +12,8 @@ from fp8flax._core.options import check_bool, check_params, check_variables, wro
 from fp8flax._core.types import PyTree
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve import linen
-from fp8flax._serve.stored_op import Arrays, Calls, ServedOp
+from fp8flax._serve.reading import Calls
+from fp8flax._serve.stored_op import Arrays, ServedOp
 
 
 def freeze(

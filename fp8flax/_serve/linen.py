@@ -1,4 +1,15 @@
-"""Freezes Linen models, and runs and describes frozen ones."""
+"""Freezes Linen models, and runs and describes frozen ones.
+
+1. ``freeze`` traces the calls that the user names. Each is a ``RecordingCall``, which records the ops that
+   run, and the parameters that other code reads.
+2. ``freeze_ops`` returns the codes of the kernels that can be stored, and the scales. They go into the
+   variables. The descriptions of the ops go into the class of the frozen model, as a ``Serving``.
+3. Each call of the frozen model is a ``ServingCall``. Its ``put_in`` puts a box around all codes, and moves
+   the axes of the scales, so that the loops of the model slice codes and scales alike.
+4. A method that reads a box gets a ``StandIn`` for the wide kernel. It casts and moves the stand-in, and
+   ``Reading`` moves the codes.
+5. The op gets the stand-in as its kernel. ``on_op`` finds its scales, and ``computed`` multiplies.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +35,9 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_own_arrays, state_in_params
 from fp8flax._model.linen import convert, trace_apply
 from fp8flax._model.rules import Rules
-from fp8flax._serve import stored_op
-from fp8flax._serve.stored_op import Arrays, Calls, ServedOp, as_struct, leaves_of
+from fp8flax._serve.freeze_ops import freeze_ops
+from fp8flax._serve.reading import Calls, Reading, Recording, as_struct
+from fp8flax._serve.stored_op import Arrays, ServedOp, computed, leaves_of, not_seen
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -48,11 +60,33 @@ def freeze(
     unboxed = nn.meta.unbox(boxed)
     by_hand = not hasattr(model, "_fp8_rules")
     rules = Rules(include=(), allow_unmatched=True) if by_hand else model._fp8_rules
-    seen, read = dict[Path, stored_op.SeenOp](), set[Path]()
+    recording = _traced(model, rules, by_hand, unboxed, calls, weight_only)
+    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
+    unseen = {path[:-1] for path in leaves_of(state)} - recording.ops.keys()
+    ops, codes, scales = freeze_ops(recording, leaves_of(unboxed[PARAMS]), state, unseen)
+    params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
+    served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
+    served.pop(OVERWRITE_WITH_GRADIENT, None)
+    # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
+    wide = unseen | {op.path for op in ops if not op.kernel and any(op.gemms.quantizers)}
+    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
+        served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
+    return convert(model, rules, Serving(tuple(ops), by_hand)), served
 
-    class RecordingCall(stored_op.Reading, Call):
+
+def _traced(
+    model: nn.Module, rules: Rules, by_hand: bool, variables: PyTree, calls: Calls, weight_only: bool
+) -> Recording:
+    """Returns what the calls of a model run and read."""
+    recording = Recording(weight_only)
+
+    class RecordingCall(Reading, Call):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            self.origins = recording.origins
+
         def on_read(self, path: Path) -> None:
-            read.add(path)
+            recording.read.add(path)
 
         def put_in(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
             return as_own_arrays(variables) if by_hand else super().put_in(variables)
@@ -60,32 +94,19 @@ def freeze(
         def on_op(self, op: Fp8Op, recipe: Any, compute: Any, *operands: Any, **keywords: Any) -> Any:
             if recipe is None:  # FP8 is switched off
                 return compute(*operands, **keywords)
-            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
-            kernel = self.origins.of(operands[1])
-            return stored_op.record(seen, op.path, op.op_type, gemms, kernel, None, *operands, **keywords)
+            return recording.run(op.path, op.op_type, recipe, *operands, **keywords)
 
-    recording = convert(model, rules, RecordingCall)
-    shapes = jax.tree.map(as_struct, unboxed)  # without shardings
+    traced, shapes = convert(model, rules, RecordingCall), jax.tree.map(as_struct, variables)
     for name, inputs in calls.items():
 
         def call(bound: nn.Module, inputs: Any, name: str = name) -> Any:
             args, kwargs = inputs  # some names of the model's keywords may be those of apply
             return getattr(bound, name)(*args, **kwargs)
 
-        needed = needed_inputs(trace_apply(recording, shapes, (inputs,), {"method": call}))
+        needed = needed_inputs(trace_apply(traced, shapes, (inputs,), {"method": call}))
         found = zip(leaves_of(shapes), needed)
-        read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
-    state = unboxed.get(OVERWRITE_WITH_GRADIENT, {})
-    unseen = {path[:-1] for path in leaves_of(state)} - seen.keys()
-    ops, codes, scales = stored_op.freeze_ops(seen, read, leaves_of(unboxed[PARAMS]), state, unseen)
-    params = flatten_dict(_replaced(boxed[PARAMS], codes), keep_empty_nodes=True)
-    served = {**boxed, PARAMS: unflatten_dict({**params, **scales})}
-    served.pop(OVERWRITE_WITH_GRADIENT, None)
-    # Ops of wide kernels keep their state, if they still compute in FP8; so do ops that did not run.
-    wide = unseen | {op.path for op in ops if op.kernel is None and any(op.gemms.quantizers)}
-    if kept := {path: x for path, x in leaves_of(state).items() if path[:-1] in wide}:
-        served[OVERWRITE_WITH_GRADIENT] = unflatten_dict(kept)
-    return convert(model, rules, Serving(tuple(ops), by_hand)), served
+        recording.read |= {path[1:] for path, is_needed in found if is_needed and path[0] == PARAMS}
+    return recording
 
 
 def _replaced(params: PyTree, new: Mapping[Path, object]) -> PyTree:
@@ -155,7 +176,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "getitem")
     setattr(StoredKernel, f"__{_name}__", lambda self, *others, by=_operator: by(self.unbox(), *others))
 
 
-class ServingCall(stored_op.Reading, Call):
+class ServingCall(Reading, Call):
     """A call of a frozen model, which reads kernels and scales from the variables and changes none.
 
     For a scan of two ``nn.Dense(8)`` that are stacked along axis 1, ``put_in`` changes ``params/layers``::
@@ -171,8 +192,6 @@ class ServingCall(stored_op.Reading, Call):
     def __init__(self, serving: Serving, model: nn.Module) -> None:
         super().__init__(model)
         self._ops, self._by_hand = {op.path: op for op in serving.ops}, serving.by_hand
-        self._shapes = dict[Path, tuple[int, ...]]()
-        """The shapes of the scales of one layer, by their paths."""
 
     def on_read(self, path: Path) -> None:
         """Refuses to read a stored kernel, also by code that finds its codes in the variables."""
@@ -189,20 +208,18 @@ class ServingCall(stored_op.Reading, Call):
         params = as_own_arrays(variables.get(PARAMS, {}))
         arrays = leaves_of(nn.meta.unbox(params))
         # The only parameters of an op are its scales.
-        ops = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
-        self._shapes.update({path: arrays[path].shape[len(op.stack) :] for path, op in ops.items()})
-        scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in ops.items()}
-        params = _replaced(params, {**self._boxed(arrays), **scales})
+        owners = {path: self._ops[path[:-1]] for path in arrays if path[:-1] in self._ops}
+        scales = {path: _with_axes_of_kernel(arrays[path], op, arrays) for path, op in owners.items()}
+        boxes = {
+            op.kernel: StoredKernel(arrays[op.kernel], arrays[op.kernel].dtype, op.dtype, op.kernel)
+            for op in self._ops.values()
+            if op.kernel in arrays
+        }
+        params = _replaced(params, {**boxes, **scales})
         state = variables.get(OVERWRITE_WITH_GRADIENT, {})  # of ops whose kernels are wide
         moved = scales if self._by_hand else {**scales, **leaves_of(state)}
         seen = state_in_params({PARAMS: params, OVERWRITE_WITH_GRADIENT: unflatten_dict(moved)})
         return {**seen, OVERWRITE_WITH_GRADIENT: state} if self._by_hand else seen
-
-    def _boxed(self, params: Arrays) -> dict[Path, StoredKernel]:
-        """Returns the boxes of the stored kernels among parameters, by their paths."""
-        dtypes = {op.kernel: op.dtype for op in self._ops.values() if op.kernel is not None}
-        codes = {path: params[path] for path in dtypes.keys() & params.keys()}
-        return {path: StoredKernel(x, x.dtype, dtypes[path], path) for path, x in codes.items()}
 
     def take_out(self, variables: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
         """Returns no variables: those of the caller stay as they are."""
@@ -213,24 +230,18 @@ class ServingCall(stored_op.Reading, Call):
     ) -> jax.Array:
         """Computes an op with its stored kernel and its fixed scales, or as in training."""
         served = self._ops.get(op.path[len(self.path) :])  # the model may be a part of another one
-        kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else (None, None)
-        if (kernel, cut) != ((served.kernel, served.cut) if served else (None, None)):
-            raise stored_op.not_seen(op.path)
-        if served is None or kernel is None:  # without ``served`` the op did not run in the traced calls
+        kernel, cut = (rhs.source, rhs.cut) if isinstance(rhs, StandIn) else ((), None)
+        if (kernel, cut) != ((served.kernel, served.cut) if served else ((), None)):
+            raise not_seen(op.path)
+        if not (served and kernel):  # without ``served`` the op did not run in the traced calls
             return op._compute(recipe and served.gemms if served else recipe, lhs, rhs, *rest, **keywords)
-        found = {name: self.state_of(op, name) for name in served.scales}
+        found = {name: self.state_of(op, name) for name, _ in served.scales}
         if missing := [name for name, x in found.items() if x is None]:
             raise ValueError(
                 f"{' and '.join(missing)} of {PARAMS}/{'/'.join(op.path)} are missing from the variables. "
                 "Pass the variables that fp8flax.freeze returned."
             )
-        # The scales of a model in training are no parameters; ``computed`` refuses its kernels.
-        scales = {
-            name: jnp.reshape(x, self._shapes.get((*served.path, name), x.shape))
-            for name, x in found.items()
-            if x is not None
-        }
-        return stored_op.computed(op.op_type, served.gemms, scales, lhs, rhs, *rest, **keywords)
+        return computed(op.op_type, served, found, lhs, rhs, *rest, **keywords)
 
 
 def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.Array:
@@ -239,7 +250,7 @@ def _with_axes_of_kernel(scale: jax.Array, op: ServedOp, params: Arrays) -> jax.
     It gets the number of dimensions of the kernel, since a loop may count its axis from the back.
     """
     num = len(op.stack)
-    if op.kernel is None or op.stack == tuple(range(num)):
+    if not op.kernel or op.stack == tuple(range(num)):
         return scale
     ones = (1,) * (params[op.kernel].ndim - num - 1)
     return jnp.moveaxis(scale.reshape(*scale.shape[:num], -1, *ones), range(num), op.stack)

@@ -200,40 +200,47 @@ def _sources_of(path: Path, leaves: Mapping[Path, Any], name: str, tensor: Any) 
 def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Groups:
     """Returns which dimensions of a variable are one in a tensor, or raises.
 
-    A kernel (16, 4, 8) and a weight (32, 16) give ``((1, 2), (0,))``. So do a stack (3, 16, 4, 8) of layers
-    and a weight (3, 32, 16). A tensor in the order of the variable, such as an embedding, gives none.
+    These shapes of a tensor are accepted. A tensor in the order of the variable has no groups::
+
+        variable                              tensor                        groups
+        a kernel whose tensor is a weight     (out, in)                     of ``_as_matrix``
+        any with scales, but no embedding     (..., out, in)                of ``_as_matrix``
+        the same, if no weight: experts       (..., in, out), not a matrix  none
+        a bias                                (out,) or (layers, out)       none
+        any without scales, or an embedding   the shape of the variable     none
+
+    A stack without scales is refused, because it may be the kernel of a convolution.
     """
     given, is_quantized = tuple(tensor.shape), isinstance(tensor, CheckpointTensor)
-    is_weight = is_weight_name(name)
-    if path[-1] == "embedding" or not (is_quantized or (path[-1] == "kernel" and is_weight)):
-        # In the file the features of a bias are one dimension, which may follow one of stacked layers.
+    is_weight, accepted = is_weight_name(name), list[Groups]()
+    if path[-1] != "embedding" and (is_quantized or (path[-1] == "kernel" and is_weight)):
+        if is_quantized or len(given) == 2:
+            accepted += _as_matrix(given, shape)
+        turned = (*given[:-2], *given[:-3:-1])
+        if is_quantized and len(given) > 2 and not is_weight and _as_matrix(turned, shape):
+            accepted.append(())
+    else:
         merged = [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
         if given == shape or (path[-1] == "bias" and given in merged):
-            return ()
-    else:
-        # A stack in one tensor must have scales. Without scales it may be the kernel of a convolution.
-        is_stack = is_quantized and len(given) > 2
-        groups = _as_matrix(given, shape) if is_stack or len(given) == 2 else ()
-        # Fused experts of other libraries may be (experts, in, out).
-        turned = (*given[:-2], *given[:-3:-1])
-        is_fused = is_stack and not is_weight and _as_matrix(turned, shape) != ()
-        if groups and is_fused:
-            raise ValueError(
-                f"its shape {list(given)} does not show whether it is (..., out, in) or (..., in, out). "
-                "Pass a dict with the array that dequantize returns, in the variable's order"
-            )
-        if groups or is_fused:
-            return groups
-    raise ValueError(f"its shape {list(given)} does not become {list(shape)}; a weight is (..., out, in)")
+            accepted.append(())
+    if len(accepted) == 1:
+        return accepted[0]
+    wrong = f"does not become {list(shape)}; a weight is (..., out, in)"
+    unclear = (
+        "does not show whether it is (..., out, in) or (..., in, out). Pass a dict with the array that "
+        "dequantize returns, in the variable's order"
+    )
+    raise ValueError(f"its shape {list(given)} {unclear if accepted else wrong}")
 
 
-def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
-    """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``; none if none can be.
+def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> list[Groups]:
+    """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``, if there are any.
 
     The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
     to each other. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
     and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,)
-    and a weight (1, 8) give ``((), (0,))``.
+    and a weight (1, 8) give ``((), (0,))``. The dimensions of a stack are in no group: a kernel
+    (3, 16, 4, 8) and a weight (3, 32, 16) give ``((1, 2), (0,))``.
     """
     num_stacked, found = len(weight) - 2, list[Groups]()
     dims = kernel[num_stacked:]
@@ -243,7 +250,7 @@ def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> Groups:
         if (*kernel[:num_stacked], *sizes) == tuple(weight):
             found.append((out, tuple(range(start, end))))
     is_clear = len(found) == 1 or (found and 0 in found[0][1])
-    return found[0] if is_clear else ()
+    return found[:1] if is_clear else []
 
 
 def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:
@@ -300,10 +307,8 @@ def _scale_for(
     name: str, like: Any, tensor: CheckpointTensor, groups: Groups, kernel: tuple[int, ...]
 ) -> np.ndarray | None:
     """Returns the scale of a tensor that a variable of this name has; None if ``like`` cannot hold it."""
-    if name == KERNEL_SCALE:
-        scale = _kernel_scale(tensor, groups, kernel, like)
-    else:
-        scale = tensor.tensor_scale if name == KERNEL_TENSOR_SCALE else tensor.input_scale
+    others = {INPUT_SCALE: tensor.input_scale, KERNEL_TENSOR_SCALE: tensor.tensor_scale}
+    scale = others[name] if name in others else _kernel_scale(tensor, groups, kernel, like)
     size = math.prod(like.shape)
     if scale is not None and scale.size > size and scale.size % size == 0:
         # A file repeats the scale that the kernels of a batched matmul share.
@@ -317,15 +322,21 @@ def _kernel_scale(
 ) -> np.ndarray | None:
     """Returns the scale of a weight for a frozen kernel of a shape; None if ``like`` cannot hold it.
 
-    The shape of ``like``, the variable of the frozen model, shows its kind of scale. For a weight
-    (256, 384) and a kernel (384, 256): (1,) is one scale, (1, 256) one for each output feature, and
-    (1, 2, 3) in float32 one for each 128×128 block. A file with one scale serves all kinds.
+    The shape of ``like``, the variable of the frozen model, shows its kind of scale. A file with one scale
+    serves all kinds. For a weight (256, 384) and a kernel (384, 256)::
+
+        like                     the scale in the file
+        (1,)                     (1, 1)
+        (1, 256)                 (256, 1), one for each output feature
+        (1, 2, 3) in float32     (2, 3), one for each block of 128×128
+        (1, 256, 12) in E8M0     (256, 12), of MXFP8
+        (1, 256, 24) in e4m3     (256, 24), of NVFP4
     """
     *stack, out, width = weight.shape
     rows, columns = _BLOCKS.get(np.dtype(like.dtype), (128, 128))
     per_block = -(-out // rows), -(-width // columns)
     per_feature = (1 if i in groups[1] else n for i, n in enumerate(kernel[len(stack) :]))
-    # Each shape, and how many scales the two dimensions of the weight then have.
+    # The rows of the table, each with the axes of stacked layers and experts.
     shapes = (
         ((*stack[: len(like.shape) - 1], 1), (1, 1)),  # the kernels of a batched matmul may share one scale
         ((*stack, *per_feature), (out, 1)),

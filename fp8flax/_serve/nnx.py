@@ -18,13 +18,14 @@ from fp8flax._compat.stand_in import StandIn, read_stored, refuse
 from fp8flax._compat.traces import is_watched, unwatched
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.ops.op import Op, calling
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.recipes import Recipe
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.module_call import ModuleCall, has_methods, nodes_of, watch
 from fp8flax._model.tracing import program_of
 from fp8flax._nnx.ops import Fp8Op, OverwriteWithGradient, state_of
-from fp8flax._serve import stored_op
-from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, Calls, ServedOp, leaves_of
+from fp8flax._serve.freeze_ops import freeze_ops
+from fp8flax._serve.reading import Calls, Reading, Recording
+from fp8flax._serve.stored_op import INPUT_SCALE, Arrays, ServedOp, computed, leaves_of, not_seen
 
 
 class Frozen(nnx.Variable[Any]):
@@ -58,7 +59,7 @@ class ReadStored:
         return read_stored(codes, self.dtype, self.source) if is_watched() else codes
 
 
-class ServingCall(stored_op.Reading, ModuleCall):
+class ServingCall(Reading, ModuleCall):
     """One call of a method of a frozen module, which has stored kernels."""
 
     can_be_off = False
@@ -88,9 +89,9 @@ class FrozenOp(nnx.Module):
     def _computed(self, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
         served = self.served
         if not isinstance(rhs, StandIn) or (rhs.source, rhs.cut) != (served.kernel, served.cut):
-            raise stored_op.not_seen(served.path)
-        scales = {name: getattr(self, name).get_value() for name in served.scales}
-        return stored_op.computed(self.op_type, served.gemms, scales, lhs, rhs, *arguments, **keywords)
+            raise not_seen(served.path)
+        scales = {name: getattr(self, name).get_value() for name, _ in served.scales}
+        return computed(self.op_type, served, scales, lhs, rhs, *arguments, **keywords)
 
 
 def is_frozen(model: nnx.Module) -> bool:
@@ -122,31 +123,30 @@ def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Array
 def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     """Returns a frozen copy of an NNX model; see ``fp8flax.freeze``."""
     copy: Any = nnx.clone(model)
-    seen, read = _traced(model, calls, weight_only)
+    recording = _traced(model, calls, weight_only)
     sites = {path: (module, op) for path, module, op in _ops_of(copy, Fp8Op)}
     variables, present = nodes_of(copy, nnx.Variable), nodes_of(copy, Fp8Op)
     params = {path: x.get_raw_value() for path, x in variables.items()}
     state = unflatten_dict({path: state_of(op)[OVERWRITE_WITH_GRADIENT] for path, (_, op) in sites.items()})
-    unseen = present.keys() - seen
-    ops, codes, scales = stored_op.freeze_ops(seen, read, params, state, unseen, may_share=True)
+    unseen = present.keys() - recording.ops
+    ops, codes, scales = freeze_ops(recording, params, state, unseen, is_nnx=True)
+    gemms = {op.path: op.gemms for op in ops}
     for path, op in present.items():
         op._reason = ""  # report takes only models that quantize_model returned
-        # With weight_only an op of a wide kernel multiplies in the inputs' dtype.
-        op.recipe = CustomRecipe() if weight_only and path in seen else op._recipe_in_use()
-    stored = {op.kernel: op.dtype for op in ops if op.kernel is not None}
-    for path, dtype in stored.items():
-        kernel: Any = variables[path]
-        change_class(kernel, Frozen)  # at all places that share it
-        kernel.set_raw_value(codes[path])
-        kernel.set_metadata(on_get_value=ReadStored(dtype, path))
+        op.recipe = gemms.get(path) or op._recipe_in_use()
     made = dict[Any, Frozen]()
     for served in ops:
-        if served.kernel is not None:
-            (module, op), own = sites[served.path], {}
-            for name in served.scales:
-                owner = served.path if name == INPUT_SCALE else (served.kernel, served.cut)
-                own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
-            setattr(module, served.path[-1], nnx.data(FrozenOp(op.op_type, served, own)))
+        if not served.kernel:
+            continue
+        kernel: Any = variables[served.kernel]
+        change_class(kernel, Frozen)  # at all places that share it
+        kernel.set_raw_value(codes[served.kernel])
+        kernel.set_metadata(on_get_value=ReadStored(served.dtype, served.kernel))
+        (module, op), own = sites[served.path], {}
+        for name, _ in served.scales:
+            owner = served.path if name == INPUT_SCALE else (served.kernel, served.cut)
+            own[name] = made.setdefault((owner, name), Frozen(scales[*served.path, name]))
+        setattr(module, served.path[-1], nnx.data(FrozenOp(op.op_type, served, own)))
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
@@ -166,43 +166,10 @@ def _ops_of(model: Any, cls: Any) -> Iterator[tuple[Path, Any, Any]]:
                 yield (*path, name), module, op
 
 
-def _traced(
-    model: nnx.Module, calls: Calls, weight_only: bool
-) -> tuple[dict[Path, stored_op.SeenOp], set[Path]]:
-    """Traces a copy of a model.
-
-    Returns the ops that run, and the parameters that anything else reads or changes.
-    """
-    seen, read, running = dict[Path, stored_op.SeenOp](), set[Path](), list[ModuleCall]()
-
-    class RecordingCall(stored_op.Reading, ModuleCall):
-        """A call of a method in the trace."""
-
-        def __init__(self, module: nnx.Module) -> None:
-            super().__init__(module)
-            running.append(self)
-
-        def on_read(self, path: Path) -> None:
-            read.add(self.variables[path].fp8_path)
-
-    def on_op(path: Path, op: Fp8Op, gemms: CustomRecipe, *operands: Any, **keywords: Any) -> jax.Array:
-        operands = _values(operands)
-        kernel, stack = None, None
-        for call in running:  # the last is the innermost
-            if (known := call.origins.of(operands[1])) is not None:
-                sources = [x._replace(path=call.variables[x.path].fp8_path) for x in known.sources]
-                kernel = known._replace(sources=tuple(sources))
-                # NNX slices the kernel and the scales of a frozen layer alike, along the first axes.
-                stack = tuple(range(num_dims[sources[0].path] - len(sources[0].shape)))
-        with unwatched():
-            return stored_op.record(seen, path, op.op_type, gemms, kernel, stack, *operands, **keywords)
-
-    def on_set(variable: Any, value: Any) -> Any:
-        read.add(variable.fp8_path)
-        return value
-
-    num_dims = {path: np.ndim(x.get_raw_value()) for path, x in nodes_of(model, nnx.Param).items()}
-    graphdef, state = nnx.split(_watched_copy(model, RecordingCall, on_op, on_set, weight_only))
+def _traced(model: nnx.Module, calls: Calls, weight_only: bool) -> Recording:
+    """Returns what the calls of a model run and read."""
+    recording = Recording(weight_only)
+    graphdef, state = nnx.split(_recording_copy(model, recording))
 
     def call(state: nnx.State, calls: Calls) -> PyTree:
         """Returns the results of all calls, and what they leave in the variables of the model."""
@@ -211,32 +178,47 @@ def _traced(
             merged: Any = nnx.merge(graphdef, state)
             out.append(getattr(merged, name)(*args, **kwargs))
             left += ((path, x.get_raw_value()) for path, x in nodes_of(merged, nnx.Variable).items())
-            running.clear()  # no tracer may outlive its trace
         # A kernel may remain in its own variable; it must not be in an output or another variable.
-        kernels = {source.path for op in seen.values() for source in op.kernel.sources}
+        kernels = {source.path for op in recording.ops.values() for source in op.kernel.sources}
         return out, [x for path, x in left if path not in kernels]
 
     needed = needed_inputs(program_of(call, state, (calls,), {}))
-    read |= {path for path, is_needed in zip(leaves_of(state), needed) if is_needed}
-    return seen, read
+    recording.read |= {path for path, is_needed in zip(leaves_of(state), needed) if is_needed}
+    return recording
 
 
-def _watched_copy(
-    model: nnx.Module, make_call: type[ModuleCall], on_op: Any, on_set: Any, weight_only: bool
-) -> Any:
-    """Returns a copy of a model whose methods run in ``make_call``, with ``on_op`` in the place of its ops.
+def _recording_copy(model: nnx.Module, recording: Recording) -> Any:
+    """Returns a copy of a model that records its ops, and the parameters that other code reads or sets."""
+    copy = nnx.clone(model)
 
-    ``on_set`` is called for a parameter that gets a new value.
-    """
-    copy: Any = nnx.clone(model)
+    class RecordingCall(Reading, ModuleCall):
+        """A call of a method; all calls in the trace know parameters by their paths in the model."""
+
+        def __init__(self, module: nnx.Module) -> None:
+            super().__init__(module)
+            self.origins = recording.origins
+            variables = self.variables.items()
+            self.variables = {x.get_metadata().get("fp8_path", path): x for path, x in variables}
+
+        def on_read(self, path: Path) -> None:
+            recording.read.add(path)
+
+    def on_op(path: Path, op: Fp8Op, recipe: Recipe, *operands: Any, **keywords: Any) -> jax.Array:
+        operands = _values(operands)
+        with unwatched():
+            return recording.run(path, op.op_type, recipe, *operands, **keywords)
+
+    def on_set(variable: Any, value: Any) -> Any:
+        recording.read.add(variable.fp8_path)
+        return value
+
     for path, module, op in [*_ops_of(copy, Fp8Op)]:
         if (recipe := op._recipe_in_use()) is not None:  # otherwise FP8 is switched off
-            gemms = stored_op.WEIGHT_ONLY if weight_only else recipe.gemms
-            run = calling(op.op_type, partial(on_op, path, op, gemms))
+            run = calling(op.op_type, partial(on_op, path, op, recipe))
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module):
-            watch(module, make_call)
+            watch(module, RecordingCall)
     return copy

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
-from fp8flax._serve import stored_op
+from fp8flax._serve import freeze_ops
 from tests import reference
 from tests.cases import OWG, RECIPES, assert_same, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
@@ -107,9 +107,9 @@ def test_the_codes_are_those_of_the_newest_scale():
 
 def test_equal_layers_have_one_program(monkeypatch):
     """The codes of all kernels of a shape are computed by one compiled program."""
-    traced, x, pack = [], normal(0, 2, 24), stored_op.packed_kernel
+    traced, x, pack = [], normal(0, 2, 24), freeze_ops.packed_kernel
     model8, variables = trained(nn.Sequential([nn.Dense(24) for _ in range(3)]), x)
-    monkeypatch.setattr(stored_op, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
+    monkeypatch.setattr(freeze_ops, "packed_kernel", lambda *args: traced.append(args) or pack(*args))
     fp8.freeze(model8, variables, x)
     assert len(traced) == 1
 
@@ -353,6 +353,29 @@ def test_another_slice_than_was_seen():
     serve, served = frozen_alike(*trained(OpsOfSlices(), x), x)
     with pytest.raises(ValueError, match="did not run with this kernel"):
         serve.apply(served, x, (1, 0))
+
+
+class BothWays(nn.Module):
+    """One op by hand multiplies by a kernel, and by its transpose."""
+
+    recipe: object
+
+    @nn.compact
+    def __call__(self, x):
+        op, w = fp8.Fp8DotGeneralOp(self.recipe), self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        return op(op(x, w, (((1,), (0,)), ((), ()))), w, (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize("recipe", ["axiswise", "mxfp8", "current"])
+def test_one_op_that_multiplies_in_two_ways(recipe):
+    """Each way needs scales of its own, unless the whole kernel has one scale."""
+    x, model = normal(0, 4, 8), BothWays(RECIPES[recipe])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        serve, served = fp8.freeze(model, variables_of(model, x), x)
+    assert (narrow(served) == {"w"}) == (recipe == "current")
+    assert any(READ in str(warning.message) for warning in told) == (recipe != "current")
+    np.testing.assert_array_equal(serve.apply(served, x), model.apply(variables_of(model, x), x))
 
 
 PART, READ = "its matmul does not multiply", "something else reads it"
