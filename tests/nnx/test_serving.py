@@ -179,15 +179,9 @@ def test_errors(calibrated):
         frozen(X)
 
 
-@pytest.mark.long
-def test_gradients_of_frozen_models():
-    """Gradients of inputs are those of the dequantized kernels; codes have no gradients."""
+def test_codes_and_scales_have_no_gradients():
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
     frozen = fp8nnx.freeze(nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0)), X)
-    (scale,) = frozen.dot_general.kernel_scale.get_value()
-    kernel = frozen.kernel.get_value().astype(jnp.float32) * scale
-    of_x = jax.grad(lambda x: jnp.sum(frozen(x)))(X)
-    np.testing.assert_allclose(of_x, jnp.broadcast_to(kernel.sum(1)[None, None], X.shape), rtol=1e-5)
     assert set(nnx.grad(lambda model: jnp.sum(model(X)))(frozen)) == {"bias"}
     scales = nnx.DiffState(0, nnx.PathContains("dot_general"))
     with pytest.raises(TypeError, match="have no gradient"):

@@ -20,8 +20,9 @@ from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._serve import stored_op
 from tests import reference
-from tests.cases import OWG, RECIPES, assert_same, flat, largest_array, normal, ties, variables_of
+from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
+from tests.serve.net import written_and_read
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -30,10 +31,11 @@ def frozen_alike(model8, variables, x):
     """Returns a frozen model and its variables; its results have the bits of the trained model's."""
     serve, served = fp8.freeze(model8, variables, x)
     out, expected = (jax.jit(m.apply)(v, x) for m, v in ((serve, served), (model8, variables)))
-    if jax.__version_info__ < (0, 12):
-        np.testing.assert_array_equal(out, expected)
-    else:  # for some CPUs XLA fuses what is around the ops in another way, which changes last bits
-        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+    compare = np.testing.assert_array_equal
+    if jax.__version_info__ >= (0, 12):
+        # For some CPUs XLA fuses what is around the ops in another way, which changes last bits.
+        compare = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(compare, out, expected)
     return serve, served
 
 
@@ -278,6 +280,15 @@ class NotAsAWhole(nn.Module):
         return x @ (2 * scaled) @ read + jnp.sum(read)
 
 
+class Returned(nn.Module):
+    """The kernel is a result, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        return x @ kernel, kernel.T
+
+
 class MoreDims(nn.Module):
     """The matmul reads the kernel with one more dimension, of size 1."""
 
@@ -333,9 +344,7 @@ def test_slices(name, tmp_path):
     x = normal(0, 4, 8)
     serve, served = frozen_alike(*trained(SLICES[name], x), x)
     assert narrow(served) == {"w"}
-    fp8.save_safetensors(tmp_path / "a", serve, served)
-    zeros = jax.tree.map(jnp.zeros_like, served)
-    assert_same(fp8.load_into(zeros, fp8.read_checkpoint(tmp_path / "a")), served)
+    written_and_read(tmp_path / "a", serve, served)
 
 
 class OpsOfSlices(nn.Module):
@@ -370,6 +379,7 @@ ROTATED = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=ROTATING, rhs=ROTATING))
 STAYS = {
     # The embedding is also the kernel of the logits.
     "tied": (TiedEmbedding(), "delayed", {"kernel"}, {"Embed_0/embedding": READ}),
+    "returned": (Returned(), "delayed", set(), {"w": READ}),
     "hidden": (ReadTwice(), "current", {"alone"}, dict.fromkeys(HIDDEN, READ)),
     "two kernels": (BothHeads(), "delayed", set(), {"OneOp_0/w0": PART, "OneOp_0/w1": PART}),
     "stacked parts": (StackOfParts(), "axiswise", {"qkv", "layers", "twice"}, OF_PARTS),
@@ -436,20 +446,6 @@ def test_ops_of_wide_kernels_are_switched_off():
     with fp8.autocast(enabled=False):
         np.testing.assert_allclose(serve.apply(served, x), plain, rtol=1e-5)
     np.testing.assert_allclose(of_weights.apply(weights, x), plain, rtol=1e-5)
-
-
-def test_a_kernel_that_is_returned_stays_wide():
-    class Returned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kernel = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-            return x @ kernel, kernel.T
-
-    x = normal(0, 4, 8)
-    model8, variables = trained(Returned(), x)
-    with pytest.warns(UserWarning, match=rf"stay wide: w \({READ}"):
-        serve, served = fp8.freeze(model8, variables, x)
-    jax.tree.map(np.testing.assert_array_equal, serve.apply(served, x), model8.apply(variables, x))
 
 
 class TestOtherCalls:
@@ -623,8 +619,9 @@ def test_layers_that_share_their_parameters():
         assert not narrow(frozen_alike(by_hand, by_hand.init(jax.random.key(0), x), x)[1])
 
 
-def test_gradients():
-    """Inputs and wide parameters have the gradients of the dequantized kernel; the codes have none."""
+@pytest.mark.parametrize("recipe", ["axiswise", "mxfp8"])
+def test_derivatives(recipe):
+    """Inputs and wide parameters have those of the dequantized kernel; the codes have none."""
 
     class Adapted(nn.Module):
         @nn.compact
@@ -632,17 +629,24 @@ def test_gradients():
             return nn.Dense(4, name="base")(x * self.param("wide", nn.initializers.ones, (1, 8)))
 
     x = np.asarray(normal(0, 2, 8))
-    model8, variables = trained(Adapted(), x, recipe=RECIPES["axiswise"], include="base")
+    model8, variables = trained(Adapted(), x, recipe=RECIPES[recipe], include="base")
     serve, served = fp8.freeze(model8, variables, x)
-    kernel = np.asarray(served["params"]["base"]["kernel"]).astype(np.float32)
-    row = (kernel * np.asarray(served["params"]["base"]["Fp8DotGeneralOp_0"]["kernel_scale"])).sum(1)
-    wide = served["params"].pop("wide")
+    wide, base = served["params"]["wide"], served["params"]["base"]
+    scale = np.asarray(base["Fp8DotGeneralOp_0"]["kernel_scale"]).astype(np.float32)
+    if recipe == "mxfp8":  # (1, columns of the kernel, blocks)
+        scale = scale[0].T.repeat(32, 0)[:8]
+    row = (np.asarray(base["kernel"]).astype(np.float32) * scale).sum(1)
+    expected = np.broadcast_to(row * np.asarray(wide), (2, 8))
     loss = lambda x, wide, base: serve.apply({"params": {"wide": wide, "base": base}}, x).sum()  # noqa: E731
-    of_x, of_wide = jax.grad(loss, (0, 1))(x, wide, served["params"]["base"])
-    np.testing.assert_allclose(of_x, np.broadcast_to(row * np.asarray(wide), (2, 8)), rtol=1e-5)
+    of_x, of_wide = jax.grad(loss, (0, 1))(x, wide, base)
+    np.testing.assert_allclose(of_x, expected, rtol=1e-5)
     np.testing.assert_allclose(of_wide, (row * x).sum(0, keepdims=True), rtol=1e-4)
+    of_examples = jax.jit(jax.vmap(jax.grad(loss), (0, None, None)))(x[:, None], wide, base)
+    np.testing.assert_allclose(of_examples[:, 0], expected, rtol=1e-5)
+    tangent = jax.jvp(lambda x: loss(x, wide, base), (x,), (x,))[1]
+    np.testing.assert_allclose(tangent, np.sum(expected * x), rtol=1e-4)
     with pytest.raises(TypeError, match="have no gradient"):
-        jax.grad(loss, 2, allow_int=True)(x, wide, served["params"]["base"])
+        jax.grad(loss, 2, allow_int=True)(x, wide, base)
 
 
 def test_goes_by_the_variables_it_is_given():
