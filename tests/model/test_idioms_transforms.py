@@ -62,27 +62,6 @@ def test_no_tracer_outlives_its_trace():
 
 
 @pytest.mark.long
-def test_export_of_a_batch_of_any_size():
-    """Of a step, and of a frozen model."""
-    x = jnp.asarray(np.resize(X, (5, 64)))
-
-    def export(fun, *args):
-        batch = jax.ShapeDtypeStruct((jax.export.symbolic_shape("b")[0], 64), jnp.float32)
-        exported = jax.export.export(jax.jit(fun))(jax.eval_shape(lambda *args: args, *args)[0], batch)
-        return jax.export.deserialize(exported.serialize()).call(*args, x)
-
-    model = fp8.quantize_model(nn.Dense(32), fp8.MXFP8BlockScaling(), **ALL)
-    variables = variables_of(model, x)
-
-    def step(v, x):
-        return fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(v)
-
-    assert_close(export(step, variables), jax.jit(step)(variables, x))
-    serve, served = fp8.freeze(model, variables, x)
-    assert_close(export(serve.apply, served), jax.jit(serve.apply)(served, x))
-
-
-@pytest.mark.long
 def test_no_implicit_transfers():
     """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
     model, x = nn.Sequential([Dense(32), nn.relu, Dense(4)]), jax.device_put(X)

@@ -694,23 +694,13 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "target", "size"),
-    [("delayed", "h200", "static"), ("block128", "h200", "symbolic"), ("mxfp8", "b200", "symbolic")],
-)
-def test_export_for_a_gpu(recipe, target, size):
+def test_export_for_a_gpu():
     """With the checks off that docs/serving.md turns off; JAX refuses other custom calls."""
-    model8 = fp8.quantize_model(nn.Dense(256), RECIPES[recipe], include=".*")
     x = normal(0, 256, 128)
-    variables = variables_of(model8, x)
-    variables = fp8.calibrate(model8.apply, variables, [x]) if recipe == "delayed" else variables
-    serve, served = fp8.freeze(model8, variables, x)
-    rows = 256 if size == "static" else jax.export.symbolic_shape("rows")[0]
-    given = served, jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    serve, served = fp8.freeze(*trained(nn.Dense(256), x), x)
     export = jax.export.export(jax.jit(serve.apply), platforms=["cuda"], disabled_checks=CHECKS)
-    with compiling_for(GPUS[target]):
-        exported = export(*given)
-    assert exported.platforms == ("cuda",)
+    with compiling_for(GPUS["h200"]):
+        assert export(served, x).platforms == ("cuda",)
 
 
 @pytest.mark.parametrize(
@@ -722,8 +712,12 @@ def test_export_for_a_gpu(recipe, target, size):
     ],
 )
 def test_export_for_a_cpu_and_a_gpu_at_once(recipe, target):
-    """A frozen model and a gradient: written, read again, and called here. The bits are the usual ones."""
+    """A frozen model and a gradient: written, read again, and called here. The bits are the usual ones.
+
+    The number of rows is symbolic for scales per block.
+    """
     model8, variables = trained(nn.Dense(256), x := normal(0, 256, 128), recipe=RECIPES[recipe])
+    rows = 256 if recipe == "delayed" else jax.export.symbolic_shape("rows")[0]
     serve, served = fp8.freeze(model8, variables, x)
 
     def step(variables, x):
@@ -732,7 +726,7 @@ def test_export_for_a_cpu_and_a_gpu_at_once(recipe, target):
     for f, v in ((serve.apply, served), (step, variables)):
         export = jax.export.export(jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=CHECKS)
         with compiling_for(GPUS.get(target)):
-            exported = export(v, x)
+            exported = export(v, jax.ShapeDtypeStruct((rows, 128), jnp.float32))
         found = jax.export.deserialize(exported.serialize()).call(v, x)
         jax.tree.map(np.testing.assert_array_equal, found, jax.jit(f)(v, x))
 

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.ops.conv import Conv
 from fp8flax._core.ops.op import calling
 from fp8flax._core.state.state import ScalingState
 from tests import reference
-from tests.cases import OWG, cells, error_of_product, fp8_dot_general, mesh, struct, variables_of
+from tests.cases import OWG, cells, error_of_product, fp8_dot_general, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -221,30 +220,6 @@ def test_nan_and_inf():
     current = LAYER.clone(conv_general_dilated_cls=op)
     dx = jax.jit(jax.grad(lambda x: current.apply(variables, x)[0, 0, 0, 0] * np.inf))(IMAGES)
     np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
-
-
-def test_uses_merge_by_maximum():
-    """Called twice, under ``jax.vmap`` and over devices: the state is that of one call on all the data."""
-    variables, more = variables_of(LAYER, IMAGES), np.concatenate([IMAGES, 3 * IMAGES])
-    _, (whole, dx) = gradient(variables, more)
-
-    def twice(variables, x):
-        return squares(variables, x[:2]) + squares(variables, x[2:])
-
-    def mapped(variables, x):
-        return jnp.sum(jax.vmap(lambda x: squares(variables, x))(x[:, None]))
-
-    @partial(jax.shard_map, mesh=mesh(data=2), in_specs=(P(), P("data")), out_specs=P())
-    def sharded(variables, x):
-        return lax.psum(squares(variables, x), "data")
-
-    for way in (twice, mapped, sharded):
-        _, (grads, dx_) = jax.jit(fp8.value_and_grad(way, (0, 1)))(variables, more)
-        jax.tree.map(np.testing.assert_array_equal, new_state(grads), new_state(whole))
-        np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(
-            grads["params"]["kernel"], whole["params"]["kernel"], rtol=1e-5, atol=1e-4
-        )
 
 
 def test_second_derivatives():
