@@ -11,8 +11,8 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._audit import compiling
 from tests.cases import OWG, largest_array, normal, variables_of
+from tests.gpus import compiled_for_gpus
 from tests.serve.net import RECIPES, X, read, written_and_read
 
 EXPERTS, DEPTH, COLUMNS = 3, 64, 160
@@ -166,7 +166,6 @@ def test_no_kernel_of_experts_is_made_wide(gpu, way, recipe):
     x = normal(0, 528, DEPTH, dtype=jnp.bfloat16)
     with fp8.autocast(recipe=RECIPES.get(recipe, RECIPES["current"])):
         _, _, serve, served = frozen_experts(way, recipe, x)
-    target = compiling.find_target("h200")
-    program = compiling.compile_for(target, serve.apply, (served, x, SIZES))[0].as_text()
+    program = compiled_for_gpus("h200", serve.apply, served, x, SIZES)
     arrays = re.findall(r"(\w+)\[([\d,]+)\]", program)
     assert {dtype for dtype, dims in arrays if {"3", "64", "160"} <= {*dims.split(",")}} == {"f8e4m3fn"}

@@ -16,11 +16,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._audit import compiling
 from fp8flax._core.gemm.gpus import GPUS, compiling_for
 from fp8flax._serve import stored_op
 from tests import reference
 from tests.cases import OWG, RECIPES, flat, largest_array, normal, ties, variables_of
+from tests.gpus import compiled_for_gpus
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, in_scan, trained
 from tests.serve.net import written_and_read
 
@@ -142,12 +142,10 @@ def test_a_kernel_of_a_wider_dtype_than_the_input():
 
 def test_weights_only_reads_the_codes_alone(gpu):
     """No call writes a kernel in bfloat16, as it did when the kernel was scaled before its GEMM."""
-    model = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
-    x = jax.ShapeDtypeStruct((128, 1024), jnp.bfloat16)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    variables = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
-    serve, served = fp8.freeze(model, variables, x, weight_only=True)
-    program = compiling.compile_for(compiling.find_target("h200"), serve.apply, (served, x))[0].as_text()
+    x = normal(0, 128, 1024, dtype=jnp.bfloat16)
+    model8, variables = trained(nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16), x)
+    serve, served = fp8.freeze(model8, variables, x, weight_only=True)
+    program = compiled_for_gpus("h200", serve.apply, served, x)
     entry = program[program.index("\nENTRY") :]
     assert "f8e4m3fn[1024,2048]" in entry
     assert "bf16[1024,2048]" not in entry
@@ -156,11 +154,8 @@ def test_weights_only_reads_the_codes_alone(gpu):
 def test_no_loop_makes_the_kernels_of_all_layers_wide(gpu):
     """XLA moves what does not change out of a loop, and so would cast all kernels before it."""
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
-    model8 = fp8.quantize_model(in_scan()(), RECIPES["delayed"], **ALL)
-    shapes = jax.eval_shape(model8.init, jax.random.key(0), x)
-    serve, served = fp8.freeze(model8, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
-    target = compiling.find_target("h200")
-    program = compiling.compile_for(target, serve.apply, (served, x))[0].as_text()
+    serve, served = fp8.freeze(*trained(in_scan()(), x), x)
+    program = compiled_for_gpus("h200", serve.apply, served, x)
     assert set(re.findall(r"(\w+)\[3,1024,1024\]", program)) == {"f8e4m3fn"}
 
 
@@ -357,13 +352,6 @@ class OpsOfSlices(nn.Module):
         return sum(op(x, w[i], (((1,), (0,)), ((), ()))) for op, i in zip(ops, order))
 
 
-def test_another_slice_than_was_seen():
-    x = normal(0, 4, 8)
-    serve, served = frozen_alike(*trained(OpsOfSlices(), x), x)
-    with pytest.raises(ValueError, match="did not run with this kernel"):
-        serve.apply(served, x, (1, 0))
-
-
 PART, READ = "its matmul does not multiply", "something else reads it"
 OF_PARTS = dict.fromkeys(("gate", "up"), PART)
 UNSTORED_SLICES = {
@@ -453,12 +441,11 @@ class TestOtherCalls:
 
     x = np.asarray(normal(0, 4, 8))
 
-    def test_another_kernel_than_was_seen(self):
-        model8, variables = trained(OneOp(), self.x)
-        serve, served = fp8.freeze(model8, variables, self.x)
-        serve.apply(served, self.x)
+    @pytest.mark.parametrize(("model", "other"), [(OneOp(), 1), (OpsOfSlices(), (1, 0))])
+    def test_another_kernel_or_slice_than_was_seen(self, model, other):
+        serve, served = frozen_alike(*trained(model, self.x), self.x)
         with pytest.raises(ValueError, match="did not run with this kernel"):
-            serve.apply(served, self.x, 1)
+            serve.apply(served, self.x, other)
 
     def test_an_op_that_did_not_run(self):
         """It computes as in training, with its state."""
@@ -744,15 +731,9 @@ def test_export_for_a_cpu_and_a_gpu_at_once(recipe, target):
 def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, backend):
     """Hopper's FP8 units would need the kernel transposed for each token."""
     recipe = fp8.DelayedScaling(accumulation=(accumulation, "exact", "exact"))
-    model = nn.Dense(
-        2048,
-        use_bias=False,
-        dtype=jnp.bfloat16,
-        dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe),
-    )
-    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    serve, served = fp8.freeze(model, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
+    x = normal(0, rows, 1024, dtype=jnp.bfloat16)
+    layer = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16)
+    serve, served = fp8.freeze(*trained(layer, x, recipe=recipe), x)
     report = fp8.audit(serve.apply, served, x, target=target)
     (gemm,) = report.gemms
     assert gemm.backend == backend
