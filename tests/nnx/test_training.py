@@ -308,9 +308,6 @@ MISTAKES = {
     "clip over all gradients": lambda model: optax.clip_by_global_norm(1e-3).update(
         grads_of(model, X), optax.EmptyState()
     )[0],
-    "microbatches added up": lambda model: jax.tree.map(
-        jnp.add, grads_of(model, X), grads_of(model, 2 * X)
-    ),
     "two calls with nnx.grad": lambda model: nnx.grad(
         lambda m: loss_of(m, X) + loss_of(m, 2 * X),
         argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)),

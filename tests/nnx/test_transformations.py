@@ -237,22 +237,6 @@ def test_sharded_jit(recipe, spec, cell):
     cell("nnx", ON_A_MESH, recipe)
 
 
-@pytest.mark.long
-def test_gradient_inside_of_shard_map():
-    """The state is that of all devices."""
-    graphdef, state = nnx.split(linear())
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def of_shard(state, x, w):
-        def loss(layer):
-            return jax.lax.psum(jnp.sum(layer(x) * w), "data")
-
-        return fp8nnx.value_and_grad(loss)(nnx.merge(graphdef, state))
-
-    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    check(jax.jit(jax.shard_map(of_shard, mesh=mesh, **specs))(state, X, W), whole())
-
-
 def test_linen_op_in_nnx():
     """``ToNNX`` of the Linen op keeps its state, in our type, and a layer of NNX takes it."""
     op = nnx.bridge.ToNNX(fp8.Fp8DotGeneralOp(recipe=SHORT))
