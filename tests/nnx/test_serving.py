@@ -52,13 +52,6 @@ def rngs_of(model):
     return keys + [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
 
 
-@pytest.fixture(scope="module")
-def calibrated():
-    model = model_of()
-    fp8nnx.calibrate(lambda model, x: model(x), model, [X, 2 * X])
-    return model
-
-
 class Twin(nnx.Module):
     def __init__(self, rngs):
         op = partial(fp8nnx.Fp8DotGeneralOp, recipe=SHORT)
@@ -112,7 +105,9 @@ def test_calibration_leaves_all_else():
 
 
 @pytest.mark.long
-def test_frozen_models_compute_the_same_bits(calibrated):
+def test_frozen_models_compute_the_same_bits():
+    calibrated = model_of()
+    fp8nnx.calibrate(lambda model, x: model(x), calibrated, [X, 2 * X])
     before = pure(calibrated)
     with jax.checking_leaks():
         frozen = fp8nnx.freeze(calibrated, X)
@@ -142,27 +137,13 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
     assert isinstance(model8.layers[0].conv_general_dilated.recipe, fp8.DelayedScaling | None)
     with pytest.raises(ValueError, match="frozen already"):
         fp8nnx.freeze(frozen, x)
+    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op ran"):
+        fp8nnx.freeze(model8, x)
     with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
         with pytest.warns(UserWarning, match="stay wide"):
             frozen = fp8nnx.freeze(model8, x)
         expected = frozen(x)
     np.testing.assert_array_equal(frozen(x), expected)
-
-
-@pytest.mark.long
-def test_errors(calibrated):
-    with pytest.warns(UserWarning, match="have seen no data: .*up/dot_general/input_scale"):
-        fp8nnx.freeze(model_of(), X)
-    with pytest.raises(ValueError, match="No FP8 op ran"):
-        fp8nnx.freeze(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
-    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op ran"):
-        fp8nnx.freeze(calibrated, X)
-    frozen = fp8nnx.freeze(calibrated, X)
-    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="cannot turn FP8 off"):
-        frozen(X)
-    nnx.update(frozen, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(frozen, fp8nnx.Frozen)))
-    with pytest.raises(TypeError, match="must stay in FP8; got bfloat16"):
-        frozen(X)
 
 
 def test_codes_and_scales_have_no_gradients():
@@ -487,8 +468,6 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     other = Net(nnx.Rngs(1))
     assert fp8.load_into(other, fp8.read_checkpoint(paths[0])) is other
     np.testing.assert_allclose(fp8nnx.freeze(other, X, **options)(X), frozen(X), rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match=r"must come from fp8flax\.freeze; got Net"):
-        fp8nnx.save_safetensors(paths[0], model)
     with pytest.raises(TypeError, match="none are passed beside it; got dict"):
         fp8.save_safetensors(paths[0], frozen, {})
 
