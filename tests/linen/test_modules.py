@@ -203,20 +203,3 @@ class TestArguments:
         operands[side] = operands[side].astype(dtype)
         with pytest.raises(TypeError, match=f"{side} .*16 bits or more"):
             self.apply(**operands, dimension_numbers=self.dims)
-
-
-class TestState:
-    x = jnp.ones((2, 3))
-    model = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")
-
-    def test_another_history_length_is_refused(self):
-        variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
-        recipe = fp8.DelayedScaling(amax_history_len=16)
-        other = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-        with pytest.raises(ValueError, match=r"\(1024,\)"):
-            other.apply(variables, self.x)
-
-    def test_eval_does_not_change_state(self):
-        variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
-        _, updates = self.model.apply(variables, self.x, mutable=True)
-        jax.tree.map(np.testing.assert_array_equal, updates[OWG], variables[OWG])
