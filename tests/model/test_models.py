@@ -151,16 +151,6 @@ class TestLikeTheModel:
         np.testing.assert_allclose(out, plain, atol=0.3)
         assert not np.array_equal(out, plain)
 
-    @pytest.mark.long
-    def test_autocast(self, model8, variables):
-        plain = {k: v for k, v in variables.items() if k != OWG}
-        with fp8.autocast(enabled=False):
-            off = model8.apply(variables, self.x, mutable=["batch_stats"])[0]
-            assert OWG not in model8.init(jax.random.key(0), self.x)
-        np.testing.assert_array_equal(off, self.model.apply(plain, self.x, mutable=["batch_stats"])[0])
-        with fp8.autocast(recipe=fp8.MXFP8BlockScaling()):
-            assert OWG not in model8.init(jax.random.key(0), self.x)
-
 
 class OneElement(nn.Module):
     @nn.compact

@@ -84,18 +84,6 @@ def test_layers_give_what_linens_give(name):
     jax.tree.map(np.testing.assert_array_equal, to_linen(layer), expected_grads)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "form"),
-    [*((recipe, "direct") for recipe in RECIPES.values()), (DELAYED, "qdq")],
-)
-def test_every_recipe_and_form(recipe, form):
-    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=recipe, form=form), rngs=rngs())
-    linen_layer = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))
-    variables = to_linen(layer)
-    assert (OWG in variables) == bool(recipe.gemms.delayed)
-    np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
-
-
 @pytest.mark.newest
 def test_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
