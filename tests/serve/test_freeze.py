@@ -630,7 +630,8 @@ def test_derivatives(recipe):
     np.testing.assert_allclose(of_wide, (row * x).sum(0, keepdims=True), rtol=1e-4)
     of_examples = jax.jit(jax.vmap(jax.grad(loss), (0, None, None)))(x[:, None], wide, base)
     np.testing.assert_allclose(of_examples[:, 0], expected, rtol=1e-5)
-    tangent = jax.jvp(lambda x: loss(x, wide, base), (x,), (x,))[1]
+    value, tangent = jax.jvp(lambda x: loss(x, wide, base), (x,), (x,))
+    assert value == loss(x, wide, base)
     np.testing.assert_allclose(tangent, np.sum(expected * x), rtol=1e-4)
     with pytest.raises(TypeError, match="have no gradient"):
         jax.grad(loss, 2, allow_int=True)(x, wide, base)
