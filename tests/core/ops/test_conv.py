@@ -131,9 +131,10 @@ def test_values_gradients_and_state(name):
         np.testing.assert_array_equal(state.amax_history, reference.next_history(tensor, [0.0, amax]))
 
 
-def test_layouts():
+@pytest.mark.parametrize("name", ["strides", "patches"])
+def test_layouts(name):
     """The same numbers, with every tensor in another order."""
-    c = CASES["strides"]
+    c = CASES[name]
     tensors, states = operands(c), states_of(5.0, 0.3, 2e-3)
     expected = make_vjp(convolution_of(c, recipe=RECIPE))(*tensors, states)
     orders = (("NXYC", "CXNY"), ("XYIO", "OXIY"), ("NXYC", "YNCX"))
