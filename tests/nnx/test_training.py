@@ -383,12 +383,11 @@ def test_mistakes_are_loud(mistake, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
-def test_an_optimizer_that_would_leave_the_state_out_is_an_error(tx, wrap):
+def test_an_optimizer_that_would_leave_the_state_out_is_an_error(wrap):
     layer = linear()
     step = wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))
     with pytest.raises(ValueError, match="dot_general"):
-        step(layer, nnx.Optimizer(layer, tx, wrt=nnx.Param))
+        step(layer, nnx.Optimizer(layer, optax.adamw(0.1), wrt=nnx.Param))
 
 
 @pytest.mark.parametrize("wrt", [nnx.Variable, ..., nnx.PathContains("dot_general")], ids=str)

@@ -76,6 +76,7 @@ def assert_same_as_the_quantizer(kernel, block, dtype, scale, of, rounded_to, si
         assert ours.block == theirs.block
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_the_kernel_in_mosaic_is_chosen_by_the_switch_alone_and_moves_as_many_bytes():
     def programs():
