@@ -35,7 +35,7 @@ def steps(models, variables, x):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "remat", "attention"]))
+@pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "attention"]))
 def test_equals_ops_by_hand(name):
     plain, by_hand, op = MODELS[name]
     x = normal(0, 2, 4, 8)
