@@ -280,6 +280,7 @@ def test_optimizers_do_not_see_the_state():
     optimizer = optimizer_of(layer)
     sizes = {leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))}
     assert sizes == {1, 16, 16 * 16}
+    nnx.eval_shape(lambda: optimizer_of(linear()))  # the target of a checkpoint
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     before = nnx.to_pure_dict(nnx.state(layer))
     with pytest.raises(ValueError, match="structure"):
@@ -434,18 +435,15 @@ def test_line_searches(search):
 
 def test_check_state():
     layer = linear()
-    with pytest.raises(ValueError, match="No history has moved"):
-        fp8nnx.check_state(layer)
     before = nnx.clone(layer)
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     fp8nnx.overwrite_state(layer, grads)
     fp8nnx.check_state(layer)
     fp8nnx.check_state(layer, before)
     fp8nnx.check_state(nnx.state(layer), nnx.state(before))
-    leaves, treedef = jax.tree.flatten(nnx.state(before))
-    stepped = treedef.unflatten([old - 0.1 * new for old, new in zip(leaves, jax.tree.leaves(grads))])
+    halved = jax.tree.map(lambda x: x / 2, nnx.state(layer))
     with pytest.raises(ValueError, match="is not what training leaves"):
-        fp8nnx.check_state(stepped, before)
+        fp8nnx.check_state(halved, before)
 
 
 @pytest.mark.long

@@ -332,19 +332,11 @@ def test_a_convolution_in_range():
     x, w = (np.float32(np.random.default_rng(i).uniform(-1, 1, (2, 6, 4))) for i in range(2))
     w = w[0, :3, :, None] * np.ones((3, 4, 5), np.float32)
 
-    def convolve(x, w):
-        return fp8_conv_general_dilated(
-            x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"), recipe=fp8.Float8CurrentScaling()
-        )
-
-    @jax.jit
-    def run(x, w, g):
-        out, vjp = jax.vjp(convolve, x, w)
-        return out, *vjp(g)
-
+    options = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": ("NHC", "HIO", "NHC")}
+    run = make_vjp(partial(fp8_conv_general_dilated, **options, recipe=fp8.Float8CurrentScaling()))
     # Powers of two, by which nothing else may change.
     g = np.ones((2, 6, 5), np.float32)
-    plain = run(x, w, g)
-    scaled = run(x * np.float32(2.0**120), w * np.float32(2.0**-40), g * np.float32(2.0**-10))
+    plain = run(x, w, g, {})
+    scaled = run(x * np.float32(2.0**120), w * np.float32(2.0**-40), g * np.float32(2.0**-10), {})
     for ours, expected, exponent in zip(scaled, plain, (80, -50, 110)):
         np.testing.assert_array_equal(ours, np.ldexp(expected, exponent))
