@@ -100,8 +100,6 @@ def test_calibration_leaves_all_else():
     assert all(map(np.array_equal, keys, rngs_of(model)))
     with pytest.warns(UserWarning, match="no scaling state, so nothing was calibrated"):
         fp8nnx.calibrate(lambda model, x: model(x), model_of(fp8.Float8CurrentScaling()), [X])
-    with pytest.raises(ValueError, match="Batch 0 puts a NaN or an Inf into"):
-        fp8nnx.calibrate(lambda model, x: model(x), model, [X * np.nan])
 
 
 @pytest.mark.long
