@@ -324,15 +324,13 @@ def test_arguments_are_those_of_nnx():
 
     layer = linear()
     bound = partial(loss, shift=1.0)
-    by_name = loss, (), {"model": layer, "x": X}
-    for f, args, kwargs in (
-        *(
-            (loss, (layer, X), {"power": 3.0}),
-            (bound, (layer, X), {"power": 2.0}),
-            (loss, (layer,), {"x": X}),
-        ),
-        by_name,
-    ):
+    calls = [
+        (loss, (layer, X), {"power": 3.0}),
+        (bound, (layer, X), {"power": 2.0}),
+        (loss, (layer,), {"x": X}),
+        (loss, (), {"model": layer, "x": X}),
+    ]
+    for f, args, kwargs in calls:
         value, grads = fp8nnx.value_and_grad(f)(*args, **kwargs)
         np.testing.assert_array_equal(value, f(*args, **kwargs))
         assert np.any(grads["kernel"].get_value())
