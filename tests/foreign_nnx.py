@@ -8,7 +8,6 @@ import numpy as np
 from flax import nnx
 
 from tests.cases import normal
-from tests.nnx.test_products import Stack, X
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 8)), jnp.int32)
 IMAGES, TEXT = normal(0, 2, 8, 8, 3), normal(1, 2, 8, 16)
@@ -131,16 +130,6 @@ class DenseNet(nnx.Module):
         return self.head(self.patches(self.pool(x)).reshape(2, -1))
 
 
-class DiT(nnx.Module):
-    def __init__(self):
-        self.modulation, self.mlp = nnx.Sequential(linear(16, 32), nnx.silu, linear(32, 32)), Gated()
-        self.norm = nnx.LayerNorm(16, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))
-
-    def __call__(self, x, time):
-        shift, scale = jnp.split(self.modulation(time)[:, None], 2, -1)
-        return x + self.mlp(self.norm(x) * (1 + scale) + shift)
-
-
 class Towers(nnx.Module):
     """CLIP's loss of two towers, one with an RNN, and the logits of Flax's attention with its embedding."""
 
@@ -162,8 +151,5 @@ MODELS = {
     "Bonsai Qwen3": lambda: (LanguageModel(nnx.Einsum), (TOKENS,), {"cache": Cache()}, 8),
     "Bonsai Mamba 2": lambda: (Mamba2(), (TOKENS,), {}, 5),
     "Bonsai DenseNet": lambda: (DenseNet(), (IMAGES,), {}, 4),
-    "Artifex DiT": lambda: (DiT(), (TEXT, TEXT[:, 0]), {}, 5),
     "JIMM CLIP": lambda: (Towers(), (TOKENS, TEXT), {}, 7),
-    "scan": lambda: (Stack("remat in scan"), (X,), {}, 2),
-    "vmap": lambda: (Stack("vmap"), (X,), {}, 2),
 }

@@ -13,9 +13,9 @@ from fp8flax._core.gemm import dispatch, hopper, quantize_blocks
 from tests.cases import tiled_gemm_in_jax
 
 
-def compiled_for_gpus(mesh, function, *args):
-    """Returns a program compiled for a mesh of GPUs that are not present."""
-    return compile_for(find_target(mesh), function, args)[0].as_text()
+def compiled_for_gpus(target, function, *args):
+    """Returns a program compiled for a GPU, or for a mesh of GPUs, that is not present."""
+    return compile_for(find_target(target), function, args)[0].as_text()
 
 
 def run_branch_for_gpus(monkeypatch):

@@ -131,14 +131,6 @@ def in_scan(tied=False, remat=False):
     return Scanned
 
 
-class Remat(nn.Module):
-    cls: type | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.remat(Body)(self.cls)(x, None)[0]
-
-
 class Experts(nn.Module):
     """Three experts as one layer under nn.vmap."""
 
@@ -177,7 +169,6 @@ MODELS = {
     "scan": (in_scan(),) * 2 + (fp8.Fp8DotGeneralOp,),
     "scan, tied": (in_scan(tied=True),) * 2 + (fp8.Fp8DotGeneralOp,),
     "remat in scan": (in_scan(remat=True),) * 2 + (fp8.Fp8DotGeneralOp,),
-    "remat": (Remat, Remat, fp8.Fp8DotGeneralOp),
     "vmap": (Experts, Experts, fp8.Fp8DotGeneralOp),
     "jit and cond": (Lifted, Lifted, fp8.Fp8DotGeneralOp),
 }

@@ -15,19 +15,18 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.program import parse
 from fp8flax._core.gemm.quantize_blocks import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from tests.cases import OWG, dense_step, fp8_dot_general, struct
+from tests.gpus import compiled_for_gpus
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 MIB = 2**20
 
 
-def compiled(fn, *args):
-    return compile_for(find_target("h200"), fn, args)[0].as_text()
+compiled = partial(compiled_for_gpus, "h200")
 
 
 def audit_of_dense(shape, **options):

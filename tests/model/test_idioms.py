@@ -134,7 +134,7 @@ def test_switched_off_is_bit_equal():
 @pytest.mark.parametrize("ambient", ["BF16_BF16_F32", "highest"])
 @pytest.mark.parametrize(("precision", "expected"), [(None, "fast"), ("highest", "exact")])
 def test_only_the_precision_of_the_layer_counts(ambient, precision, expected):
-    """The recipe sets the accumulation, and not ``jax.default_matmul_precision``; see the test of NNX."""
+    """The recipe sets the accumulation, and not ``jax.default_matmul_precision``."""
     x = normal(0, 32, 32)
     model8 = fp8.quantize_model(nn.Dense(32, precision=precision), **ALL)
     variables = model8.init(KEY, x)

@@ -18,47 +18,8 @@ X = np.asarray(normal(0, 3, 32))
 Dense = partial(nn.Dense, dot_general_cls=fp8.Fp8DotGeneralOp)
 
 
-def frozen(model, x, recipe=None):
-    """Returns a converted model, frozen with its initial variables."""
-    model8 = fp8.quantize_model(model, recipe, **ALL)
-    variables = variables_of(model8, x)
-    if OWG in variables:
-        variables = fp8.calibrate(model8.apply, variables, [x])
-    return fp8.freeze(model8, variables, x)
-
-
 def assert_close(a, b, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
-
-
-class TestInputGradientOfAFrozenModel:
-    """Gradients with respect to inputs are right, as for forces, guidance and saliency."""
-
-    def test_is_that_through_the_dequantized_kernel(self):
-        model, variables = frozen(nn.Dense(8), X, fp8.MXFP8BlockScaling())
-        params = variables["params"]
-        scale = np.asarray(params["Fp8DotGeneralOp_0"]["kernel_scale"], np.float32)
-        scale = np.repeat(scale[0].T, 32, axis=0)  # from (1, columns of the kernel, blocks)
-        kernel = np.asarray(params["kernel"], np.float32) * scale
-        g = np.asarray(normal(1, 3, 8))
-
-        def f(x):
-            return jnp.sum(model.apply(variables, x) * g)
-
-        assert_close(jax.grad(f)(jnp.asarray(X)), g @ kernel.T)
-        of_examples = jax.jit(jax.vmap(jax.grad(lambda x, g: model.apply(variables, x) @ g)))
-        assert_close(of_examples(X, g), g @ kernel.T)
-        assert_close(jax.jvp(f, (X,), (X,))[1], np.sum(X @ kernel * g))
-
-    def test_fp8_kernels_have_none_and_wide_parameters_do(self):
-        model, variables = frozen(nn.Dense(8), X)
-        with pytest.raises(TypeError, match="no gradient"):
-            jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
-
-        def loss(bias):
-            return jnp.sum(model.apply({"params": {**variables["params"], "bias": bias}}, X))
-
-        np.testing.assert_array_equal(jax.grad(loss)(variables["params"]["bias"]), np.full(8, 3.0))
 
 
 class Loop(nn.Module):
@@ -98,27 +59,6 @@ def test_no_tracer_outlives_its_trace():
         jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))).lower(variables)
         serve, served = fp8.freeze(model, variables, x, weight_only=True)
         jax.jit(serve.apply).lower(served, x)
-
-
-@pytest.mark.long
-def test_export_of_a_batch_of_any_size():
-    """Of a step, and of a frozen model."""
-    x = jnp.asarray(np.resize(X, (5, 64)))
-
-    def export(fun, *args):
-        batch = jax.ShapeDtypeStruct((jax.export.symbolic_shape("b")[0], 64), jnp.float32)
-        exported = jax.export.export(jax.jit(fun))(jax.eval_shape(lambda *args: args, *args)[0], batch)
-        return jax.export.deserialize(exported.serialize()).call(*args, x)
-
-    model = fp8.quantize_model(nn.Dense(32), fp8.MXFP8BlockScaling(), **ALL)
-    variables = variables_of(model, x)
-
-    def step(v, x):
-        return fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(v)
-
-    assert_close(export(step, variables), jax.jit(step)(variables, x))
-    serve, served = fp8.freeze(model, variables, x)
-    assert_close(export(serve.apply, served), jax.jit(serve.apply)(served, x))
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ def steps(models, variables, x):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "remat", "attention"]))
+@pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "attention"]))
 def test_equals_ops_by_hand(name):
     plain, by_hand, op = MODELS[name]
     x = normal(0, 2, 4, 8)
@@ -151,16 +151,6 @@ class TestLikeTheModel:
         np.testing.assert_allclose(out, plain, atol=0.3)
         assert not np.array_equal(out, plain)
 
-    @pytest.mark.long
-    def test_autocast(self, model8, variables):
-        plain = {k: v for k, v in variables.items() if k != OWG}
-        with fp8.autocast(enabled=False):
-            off = model8.apply(variables, self.x, mutable=["batch_stats"])[0]
-            assert OWG not in model8.init(jax.random.key(0), self.x)
-        np.testing.assert_array_equal(off, self.model.apply(plain, self.x, mutable=["batch_stats"])[0])
-        with fp8.autocast(recipe=fp8.MXFP8BlockScaling()):
-            assert OWG not in model8.init(jax.random.key(0), self.x)
-
 
 class OneElement(nn.Module):
     @nn.compact
@@ -216,10 +206,11 @@ def test_products():
     variables = variables_of(model8, x)
     ops = {path.rpartition("/")[0].rpartition("/")[2] for path in flat(variables[OWG])}
     assert ops == {"Fp8DotGeneralOp_0", "Fp8DotGeneralOp_product_0", "Fp8DotGeneralOp_product_1"}
-    out = model8.apply(variables, x)
-    wide = Attention().apply({"params": variables["params"]}, x)
+    out = jax.jit(model8.apply)(variables, x)
+    wide = jax.jit(Attention().apply)({"params": variables["params"]}, x)
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
-    jax.grad(lambda x: jnp.sum(model8.apply(variables, x)))(x)  # trains nothing: no warning
+    of_input = jax.grad(lambda x: jnp.sum(model8.apply(variables, x)))
+    jax.eval_shape(of_input, x)  # trains nothing: no warning
 
 
 class Cached(nnx.Module):

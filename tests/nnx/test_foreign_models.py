@@ -92,7 +92,7 @@ def check(model, args, kwargs, converted, folder):
 
 
 # The kernels that are stored in FP8: all but the embedding, which is also a table.
-STORED = {"Tunix Llama 3, remat": 7, "Tunix Qwen3-MoE": 7, "Bonsai Qwen3": 7, "Artifex DiT": 5}
+STORED = {"Tunix Llama 3, remat": 7, "Tunix Qwen3-MoE": 7, "Bonsai Qwen3": 7}
 FEW = ["Bonsai DenseNet", "Bonsai Qwen3"]
 
 

@@ -1,6 +1,5 @@
 """NNX's layers with our ops compute, bit for bit, what Linen's layers with the Linen ops do."""
 
-import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -85,18 +84,6 @@ def test_layers_give_what_linens_give(name):
     jax.tree.map(np.testing.assert_array_equal, to_linen(layer), expected_grads)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "form"),
-    [*((recipe, "direct") for recipe in RECIPES.values()), (DELAYED, "qdq")],
-)
-def test_every_recipe_and_form(recipe, form):
-    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=recipe, form=form), rngs=rngs())
-    linen_layer = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))
-    variables = to_linen(layer)
-    assert (OWG in variables) == bool(recipe.gemms.delayed)
-    np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
-
-
 @pytest.mark.newest
 def test_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
@@ -159,18 +146,6 @@ def test_recipe_in_use_is_part_of_what_nnx_jit_knows_a_function_by():
         plain = call(layer, X)
     assert not np.array_equal(delayed, plain)
     np.testing.assert_array_equal(call(layer, X), delayed)
-
-
-def test_state_that_does_not_fit():
-    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED)
-    layer = nnx.Linear(16, 8, dot_general=op, rngs=rngs())
-    op.input_scale.set_value(jnp.ones(1, jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"Fp8DotGeneralOp\.input_scale"):
-        layer(X)
-    op.input_scale.set_value(jnp.ones(1))
-    op.recipe = dataclasses.replace(DELAYED, amax_history_len=8)
-    with pytest.raises(ValueError, match=r"amax_history .*\(4,\)"):
-        layer(X)
 
 
 def test_arguments_that_are_wrong():

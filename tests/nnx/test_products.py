@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import mesh, normal
-from tests.core.ops.test_dot_general import algorithms, lowered_for_cuda
 from tests.nnx.layout import ops_of
 
 OWG = fp8nnx.OverwriteWithGradient
@@ -181,7 +180,7 @@ def test_products_of_activations():
     both = fp8.quantize_model(attention, x, include=".*", products=True)
     assert fp8.report(both, x).fp8_share == 1
     assert_in_fp8(both, attention, x)
-    jax.grad(lambda x: jnp.sum(both(x)))(x)  # trains nothing: no warning
+    jax.eval_shape(jax.grad(lambda x: jnp.sum(both(x))), x)  # trains nothing: no warning
 
 
 class OwnDerivative(nnx.Module):
@@ -414,24 +413,6 @@ def test_switched_off_is_bit_equal():
         np.testing.assert_array_equal(model8(x), model(x))
         np.testing.assert_array_equal(run(model8, x), run(model, x))
         assert not fp8.report(model8, x).converted
-
-
-@pytest.mark.parametrize("ambient", ["BF16_BF16_F32", "highest"])
-@pytest.mark.parametrize(("precision", "expected"), [(None, "fast"), ("highest", "exact")])
-def test_only_the_precision_of_the_module_counts(ambient, precision, expected):
-    """The recipe sets the accumulation, and not ``jax.default_matmul_precision``."""
-
-    class WithPrecision(nnx.Module):
-        def __init__(self):
-            self.w, self.precision = param(32, 32), precision
-
-        def __call__(self, x):
-            return jnp.matmul(x, self.w, precision=self.precision)
-
-    x = normal(0, 32, 32)
-    model8 = fp8.quantize_model(WithPrecision(), x, include=".*")
-    with jax.default_matmul_precision(ambient):
-        assert algorithms(lowered_for_cuda(model8, x)) == [(expected, "f8E4M3FN", "f8E4M3FN")]
 
 
 def test_products_with_the_sharding_of_their_results():

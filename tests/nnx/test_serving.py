@@ -52,22 +52,6 @@ def rngs_of(model):
     return keys + [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
 
 
-@pytest.fixture(scope="module")
-def calibrated():
-    model = model_of()
-    fp8nnx.calibrate(lambda model, x: model(x), model, [X, 2 * X])
-    return model
-
-
-class Dense(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        op = partial(fp8.Fp8DotGeneralOp, recipe=SHORT)
-        return nn.Dense(8, dot_general_cls=op, name="second")(
-            nn.relu(nn.Dense(16, dot_general_cls=op, name="first")(x))
-        )
-
-
 class Twin(nnx.Module):
     def __init__(self, rngs):
         op = partial(fp8nnx.Fp8DotGeneralOp, recipe=SHORT)
@@ -76,22 +60,6 @@ class Twin(nnx.Module):
 
     def __call__(self, x):
         return self.second(nnx.relu(self.first(x)))
-
-
-@pytest.mark.long
-def test_calibration_is_that_of_the_linen_model():
-    linen_model, model = Dense(), Twin(nnx.Rngs(0))
-    variables = to_linen(model)
-    assert jax.tree.structure(variables) == jax.tree.structure(
-        jax.eval_shape(linen_model.init, jax.random.key(0), X)
-    )
-    batches = [X, 3 * X]
-    fp8nnx.calibrate(lambda model, x: jnp.sum(model(x) ** 2), model, batches, backward=True)
-    expected = fp8.calibrate(
-        lambda v, x: jnp.sum(linen_model.apply(v, x) ** 2), variables, batches, backward=True
-    )
-    jax.tree.map(np.testing.assert_array_equal, to_linen(model), expected)
-    assert model.first.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
 
 
 @pytest.mark.parametrize("grad", [nnx.value_and_grad, jax.value_and_grad], ids=["nnx.grad", "jax.grad"])
@@ -104,6 +72,17 @@ def test_calibration_of_a_model_that_differentiates_itself(grad):
     fp8nnx.calibrate(lambda model, x: grad(partial(energy, model=model))(x), model, [X])
     assert model.second.dot_general.input_amax_history.get_value()[0] > 0
     jax.tree.map(np.testing.assert_array_equal, pure(model), pure(plain))
+
+
+def test_calibration_of_a_loss():
+    """The state of output gradients is filled, too; all amaxes are the largest of the batches."""
+    model = Twin(nnx.Rngs(0))
+    fp8nnx.calibrate(lambda model, x: jnp.sum(model(x) ** 2), model, [X, 3 * X], backward=True)
+    first, second = model.first.dot_general, model.second.dot_general
+    assert first.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
+    wide = nnx.relu(3 * X @ model.first.kernel[...]) @ model.second.kernel[...]
+    expected = [2 * jnp.max(jnp.abs(wide)), 0, 0, 0]
+    np.testing.assert_allclose(second.output_grad_amax_history.get_value(), expected, rtol=1e-5)
 
 
 @pytest.mark.long
@@ -121,12 +100,12 @@ def test_calibration_leaves_all_else():
     assert all(map(np.array_equal, keys, rngs_of(model)))
     with pytest.warns(UserWarning, match="no scaling state, so nothing was calibrated"):
         fp8nnx.calibrate(lambda model, x: model(x), model_of(fp8.Float8CurrentScaling()), [X])
-    with pytest.raises(ValueError, match="Batch 0 puts a NaN or an Inf into"):
-        fp8nnx.calibrate(lambda model, x: model(x), model, [X * np.nan])
 
 
 @pytest.mark.long
-def test_frozen_models_compute_the_same_bits(calibrated):
+def test_frozen_models_compute_the_same_bits():
+    calibrated = model_of()
+    fp8nnx.calibrate(lambda model, x: model(x), calibrated, [X, 2 * X])
     before = pure(calibrated)
     with jax.checking_leaks():
         frozen = fp8nnx.freeze(calibrated, X)
@@ -156,6 +135,8 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
     assert isinstance(model8.layers[0].conv_general_dilated.recipe, fp8.DelayedScaling | None)
     with pytest.raises(ValueError, match="frozen already"):
         fp8nnx.freeze(frozen, x)
+    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op ran"):
+        fp8nnx.freeze(model8, x)
     with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
         with pytest.warns(UserWarning, match="stay wide"):
             frozen = fp8nnx.freeze(model8, x)
@@ -163,31 +144,9 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
     np.testing.assert_array_equal(frozen(x), expected)
 
 
-@pytest.mark.long
-def test_errors(calibrated):
-    with pytest.warns(UserWarning, match="have seen no data: .*up/dot_general/input_scale"):
-        fp8nnx.freeze(model_of(), X)
-    with pytest.raises(ValueError, match="No FP8 op ran"):
-        fp8nnx.freeze(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
-    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op ran"):
-        fp8nnx.freeze(calibrated, X)
-    frozen = fp8nnx.freeze(calibrated, X)
-    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="cannot turn FP8 off"):
-        frozen(X)
-    nnx.update(frozen, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(frozen, fp8nnx.Frozen)))
-    with pytest.raises(TypeError, match="must stay in FP8; got bfloat16"):
-        frozen(X)
-
-
-@pytest.mark.long
-def test_gradients_of_frozen_models():
-    """Gradients of inputs are those of the dequantized kernels; codes have no gradients."""
+def test_codes_and_scales_have_no_gradients():
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
     frozen = fp8nnx.freeze(nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0)), X)
-    (scale,) = frozen.dot_general.kernel_scale.get_value()
-    kernel = frozen.kernel.get_value().astype(jnp.float32) * scale
-    of_x = jax.grad(lambda x: jnp.sum(frozen(x)))(X)
-    np.testing.assert_allclose(of_x, jnp.broadcast_to(kernel.sum(1)[None, None], X.shape), rtol=1e-5)
     assert set(nnx.grad(lambda model: jnp.sum(model(X)))(frozen)) == {"bias"}
     scales = nnx.DiffState(0, nnx.PathContains("dot_general"))
     with pytest.raises(TypeError, match="have no gradient"):
@@ -466,9 +425,6 @@ def test_methods():
     with pytest.warns(UserWarning, match="decoder/dot_general .it did not run"):
         frozen = fp8.freeze(model, methods={"encode": {"x": ROWS, "scale": 2.0}})
     np.testing.assert_array_equal(frozen.decode(ROWS), model.decode(ROWS))
-    for inputs, keywords in (((), {}), ((ROWS,), {"method": "decode"})):
-        with pytest.raises(TypeError, match="methods="):
-            fp8.freeze(model, *inputs, **keywords)
 
 
 FILES = {"delayed": SHORT, "mxfp8": fp8.MXFP8BlockScaling(), "weight_only": SHORT}
@@ -510,8 +466,6 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     other = Net(nnx.Rngs(1))
     assert fp8.load_into(other, fp8.read_checkpoint(paths[0])) is other
     np.testing.assert_allclose(fp8nnx.freeze(other, X, **options)(X), frozen(X), rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match=r"must come from fp8flax\.freeze; got Net"):
-        fp8nnx.save_safetensors(paths[0], model)
     with pytest.raises(TypeError, match="none are passed beside it; got dict"):
         fp8.save_safetensors(paths[0], frozen, {})
 

@@ -247,13 +247,6 @@ def test_a_gradient_inside_of_another():
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_arguments_that_are_passed_by_name():
-    model = linear()
-    expected, grads = fp8nnx.value_and_grad(loss_of)(model, X)
-    found, by_name = fp8nnx.value_and_grad(loss_of)(model=model, x=X)
-    jax.tree.map(np.testing.assert_array_equal, (found, by_name), (expected, grads))
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_leave_no_trace(bad):
@@ -287,11 +280,15 @@ def test_optimizers_do_not_see_the_state():
     optimizer = optimizer_of(layer)
     sizes = {leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))}
     assert sizes == {1, 16, 16 * 16}
+    nnx.eval_shape(lambda: optimizer_of(linear()))  # the target of a checkpoint
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     before = nnx.to_pure_dict(nnx.state(layer))
+    with pytest.raises(ValueError, match="structure"):
+        optimizer.update(layer, nnx.state(grads, fp8nnx.OverwriteWithGradient))
     for wrong in (
         nnx.grad(lambda m: jnp.sum(m.bias.get_value()))(layer),
         fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])),
+        X,
     ):
         with pytest.raises(ValueError, match="another structure than the state"):
             optimizer.update(layer, wrong)
@@ -312,9 +309,6 @@ MISTAKES = {
     "clip over all gradients": lambda model: optax.clip_by_global_norm(1e-3).update(
         grads_of(model, X), optax.EmptyState()
     )[0],
-    "microbatches added up": lambda model: jax.tree.map(
-        jnp.add, grads_of(model, X), grads_of(model, 2 * X)
-    ),
     "two calls with nnx.grad": lambda model: nnx.grad(
         lambda m: loss_of(m, X) + loss_of(m, 2 * X),
         argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)),
@@ -330,10 +324,15 @@ def test_arguments_are_those_of_nnx():
 
     layer = linear()
     bound = partial(loss, shift=1.0)
-    for f, kwargs in ((loss, {"power": 3.0}), (bound, {"power": 2.0}), (loss, {"x": X})):
-        args = (X,) if "x" not in kwargs else ()
-        value, grads = fp8nnx.value_and_grad(f)(layer, *args, **kwargs)
-        np.testing.assert_array_equal(value, f(layer, *args, **kwargs))
+    calls = [
+        (loss, (layer, X), {"power": 3.0}),
+        (bound, (layer, X), {"power": 2.0}),
+        (loss, (layer,), {"x": X}),
+        (loss, (), {"model": layer, "x": X}),
+    ]
+    for f, args, kwargs in calls:
+        value, grads = fp8nnx.value_and_grad(f)(*args, **kwargs)
+        np.testing.assert_array_equal(value, f(*args, **kwargs))
         assert np.any(grads["kernel"].get_value())
     for of_module in (fp8nnx.value_and_grad(loss), nnx.value_and_grad(loss)):
         with pytest.raises(TypeError, match="shift|keyword"):
@@ -383,12 +382,11 @@ def test_mistakes_are_loud(mistake, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(0.1)], ids=["sgd", "adamw"])
-def test_an_optimizer_that_would_leave_the_state_out_is_an_error(tx, wrap):
+def test_an_optimizer_that_would_leave_the_state_out_is_an_error(wrap):
     layer = linear()
     step = wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))
     with pytest.raises(ValueError, match="dot_general"):
-        step(layer, nnx.Optimizer(layer, tx, wrt=nnx.Param))
+        step(layer, nnx.Optimizer(layer, optax.adamw(0.1), wrt=nnx.Param))
 
 
 @pytest.mark.parametrize("wrt", [nnx.Variable, ..., nnx.PathContains("dot_general")], ids=str)
@@ -433,46 +431,17 @@ def test_line_searches(search):
     jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(model, kind)), state)
 
 
-def test_gradients_that_do_not_fit_change_nothing():
-    layer = linear()
-    before = nnx.to_pure_dict(nnx.state(layer))
-    for grads in (nnx.state(grads_of(layer, X), fp8nnx.OverwriteWithGradient), X):
-        with pytest.raises(ValueError, match="structure"):
-            optimizer_of(layer).update(layer, grads)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
-
-
 def test_check_state():
     layer = linear()
-    with pytest.raises(ValueError, match="No history has moved"):
-        fp8nnx.check_state(layer)
     before = nnx.clone(layer)
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     fp8nnx.overwrite_state(layer, grads)
     fp8nnx.check_state(layer)
     fp8nnx.check_state(layer, before)
     fp8nnx.check_state(nnx.state(layer), nnx.state(before))
-    leaves, treedef = jax.tree.flatten(nnx.state(before))
-    stepped = treedef.unflatten([old - 0.1 * new for old, new in zip(leaves, jax.tree.leaves(grads))])
+    halved = jax.tree.map(lambda x: x / 2, nnx.state(layer))
     with pytest.raises(ValueError, match="is not what training leaves"):
-        fp8nnx.check_state(stepped, before)
-
-
-@pytest.mark.long
-def test_accumulated_gradients_are_those_of_the_linen_model():
-    """Results are equal bit for bit, and kernels are quantized before the loop."""
-    linen_model, model = LinenModel(), Model(nnx.Rngs(0))
-    batches = jnp.stack([X, 100 * X, 2 * X])
-    of_linen = fp8.accumulate_gradients(lambda v, x: jnp.mean((linen_model.apply(v, x) - Y) ** 2))
-    expected, expected_grads = jax.jit(of_linen)(to_linen(model), batches)
-    step = fp8nnx.accumulate_gradients(loss_of)
-    value, grads = nnx.jit(step)(model, batches)
-    assert value == expected
-    found = nnx.clone(model)
-    nnx.update(found, grads)
-    jax.tree.map(np.testing.assert_array_equal, to_linen(found), expected_grads)
-    fp8nnx.overwrite_state(model, grads)
-    assert model.last.dot_general.kernel_amax_history.get_value()[0] > 0
+        fp8nnx.check_state(halved, before)
 
 
 @pytest.mark.long
@@ -504,7 +473,11 @@ def test_microbatches_hand_on_what_is_not_differentiated():
     # Output gradients are halved before they are cast, where the last bit of what is smallest may be lost.
     mean = sum(kernels) / 2
     np.testing.assert_allclose(grads["linear"]["kernel"].get_value(), mean, rtol=1e-5, atol=1e-4)
-    assert grads["linear"]["dot_general"]["input_amax_history"].get_value()[0] == 3 * jnp.max(jnp.abs(X))
+    of_mean, *alone = (nnx.to_pure_dict(g)["linear"]["dot_general"] for g in (grads, *(g for _, g in each)))
+    assert of_mean["input_amax_history"][0] == 3 * jnp.max(jnp.abs(X))
+    for name, state in of_mean.items():
+        largest = np.maximum(*(one[name] for one in alone))
+        close(state, largest / 2 if name == "output_grad_amax_history" else largest)
     with pytest.raises(ValueError, match="first dimension"):
         fp8nnx.accumulate_gradients(loss_of)(linear(), {"x": X, "y": X[:2]})
 

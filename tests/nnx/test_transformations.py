@@ -1,4 +1,4 @@
-"""NNX's transformations, devices, checkpoints and bridge: the state is that of the plain calls."""
+"""NNX's transformations, devices and bridge: the state is that of the plain calls."""
 
 from functools import cache, partial
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -236,39 +235,6 @@ def test_sharded_jit(recipe, spec, cell):
     # The second step's kernels are sums of gradients in another order.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
     cell("nnx", ON_A_MESH, recipe)
-
-
-@pytest.mark.long
-def test_gradient_inside_of_shard_map():
-    """The state is that of all devices."""
-    graphdef, state = nnx.split(linear())
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def of_shard(state, x, w):
-        def loss(layer):
-            return jax.lax.psum(jnp.sum(layer(x) * w), "data")
-
-        return fp8nnx.value_and_grad(loss)(nnx.merge(graphdef, state))
-
-    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    check(jax.jit(jax.shard_map(of_shard, mesh=mesh, **specs))(state, X, W), whole())
-
-
-@pytest.mark.long
-def test_checkpoint_with_orbax(tmp_path):
-    model = linear()
-    optimizer = fp8nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9))
-    train_step(model, optimizer, X)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "model", nnx.state((model, optimizer)))
-    abstract = nnx.eval_shape(lambda: (m := linear(), fp8nnx.Optimizer(m, optax.sgd(0.01, momentum=0.9))))
-    graphdef, shapes = nnx.split(abstract)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored, its_optimizer = nnx.merge(graphdef, checkpointer.restore(tmp_path / "model", shapes))
-    jax.tree.map(np.testing.assert_array_equal, pure(restored), pure(model))
-    assert type(restored.dot_general.input_scale) is fp8nnx.OverwriteWithGradient
-    assert train_step(restored, its_optimizer, X) == train_step(model, optimizer, X)
-    jax.tree.map(np.testing.assert_array_equal, pure(restored), pure(model))
 
 
 def test_linen_op_in_nnx():

@@ -3,13 +3,15 @@
 import json
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
 
 import fp8flax as fp8
 from tests import cases
-from tests.cases import normal
+from tests.cases import assert_same, normal
 from tests.models import trained
 
 X = np.asarray(normal(0, 8, 64))
@@ -40,6 +42,14 @@ def frozen_net(recipe):
     model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
     variables["params"]["heads"]["bias"] = normal(1, 8, 12)
     return model8, variables, *fp8.freeze(model8, variables, X, weight_only=recipe == "weight_only")
+
+
+def written_and_read(path, model, served, rename=None):
+    """Returns the checkpoint in the file of a frozen model, which loads bit for bit into that model."""
+    fp8.save_safetensors(path, model, served, rename=rename)
+    checkpoint = fp8.read_checkpoint(path)
+    assert_same(fp8.load_into(jax.tree.map(jnp.zeros_like, served), checkpoint, rename=rename), served)
+    return checkpoint
 
 
 def read(path):

@@ -74,6 +74,7 @@ def test_the_kernel_that_copies_ahead(height, monkeypatch):
     assert error_of_product(out, wide[0] @ wide[1].T, *wide) <= 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 def test_the_kernel_that_copies_ahead_compiles_and_is_chosen_by_the_switch_alone(out_dtype, monkeypatch):

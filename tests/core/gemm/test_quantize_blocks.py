@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.program import bytes_moved, parse
 from fp8flax._core.gemm import quantize_blocks, quantize_blocks_mosaic
 from fp8flax._core.gemm.dispatch import quantize_in_blocks
@@ -17,6 +16,7 @@ from fp8flax._core.gemm.gpus import new_kernels
 from fp8flax._core.gemm.quantize_blocks import Cast, block_quantize
 from fp8flax._core.qtensor import Dims
 from tests.cases import assert_same_bits
+from tests.gpus import compiled_for_gpus
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -76,6 +76,7 @@ def assert_same_as_the_quantizer(kernel, block, dtype, scale, of, rounded_to, si
         assert ours.block == theirs.block
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_the_kernel_in_mosaic_is_chosen_by_the_switch_alone_and_moves_as_many_bytes():
     def programs():
@@ -83,7 +84,7 @@ def test_the_kernel_in_mosaic_is_chosen_by_the_switch_alone_and_moves_as_many_by
             quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="power_of_two")
             quantize = partial(quantize_in_blocks, Cast(quantizer, (Dims(2, (0,)), Dims(2, (1,)))))
             x = jax.ShapeDtypeStruct((256, 384), jnp.bfloat16)
-            yield compile_for(find_target("h200"), jax.jit(quantize), (x,))[0].as_text()
+            yield compiled_for_gpus("h200", jax.jit(quantize), x)
 
     today = [*programs()]
     with new_kernels(True):
