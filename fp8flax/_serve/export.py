@@ -58,10 +58,11 @@ def save_safetensors(
     A layer has the name of its path, with dots: ``layers.0`` for ``model.layers[0]`` of NNX. Layers that
     ``nn.scan`` or ``nnx.vmap`` stacked, and experts, have a leading dimension: ``(experts, out, in)``, with
     the scales ``(experts, 1)`` or ``(experts, out, 1)``, as vLLM's fused experts. So has a parameter of
-    two or more kernels ``w[i]``. All other variables, also those that are sliced in another way or have
-    only ``w[0]``, keep their layout and their names, such as ``embed.embedding``. Scaling state and NNX's
-    random number generators are left out. Equal variables give equal files. ``load_into`` reads the file
-    into a model.
+    two or more kernels ``w[i]``. All other variables keep their layout and their names, such as
+    ``embed.embedding``. So do kernels that are sliced in another way or have only ``w[0]``, and square
+    kernels that are ``(out, in)`` in the model, as for ``bi,oi->bo``: their shape does not show this order.
+    Scaling state and NNX's random number generators are left out. Equal variables give equal files.
+    ``load_into`` reads the file into a model.
 
     The metadata of the file contain the ``quantization_config`` for a ``config.json``: ``fp8`` for 128×128
     blocks, ``compressed-tensors`` for scales per tensor and per output feature, and for NVFP4. There is

@@ -24,7 +24,7 @@ from fp8flax._core.state.tree import StateTree, path_names
 from fp8flax._core.types import Path, PyTree
 from fp8flax._model.param_origin import Origin, hold_each_once
 from fp8flax._serve.reading import WEIGHT_ONLY, Recording, Scales, SeenOp
-from fp8flax._serve.stored_op import KERNEL_SCALE, Arrays, Groups, ServedOp
+from fp8flax._serve.stored_op import KERNEL_SCALE, Arrays, Groups, ServedOp, groups_in_weight
 from fp8flax._train.check import warn_if_damaged
 
 
@@ -240,6 +240,10 @@ def _groups_of(kernel: Origin, plan: StoredContraction, stack: Shape) -> Groups:
     are_first &= kernel.cut is None or (len(plan.rhs.shape) > 1 and not batch)
     # jnp.einsum orders what it sums over by name, and blocks of several dimensions are in this order.
     is_in_order = not (quantizer and quantizer.block) or tuple(summed) == in_order
-    out = (i for i in range(len(plan.rhs.shape)) if i not in (*batch, *summed))
+    shape = plan.rhs.shape
+    out = tuple(i for i in range(len(shape)) if i not in (*batch, *summed))
     groups = tuple(tuple(i - len(batch) for i in group) for group in (out, in_order))
+    weight = *(shape[i] for i in batch), *(math.prod(shape[i] for i in dims) for dims in (out, in_order))
+    # In a file a square kernel ``(out, in)`` would be taken for ``(in, out)``.
+    is_in_order &= groups_in_weight(weight, shape) in ([], [groups])
     return groups if are_first and is_in_order and kernel.is_one_parameter else ()

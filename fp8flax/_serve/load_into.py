@@ -15,10 +15,9 @@ for a frozen ``nn.Dense(32)`` on 16 features::
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ from fp8flax._model.param_origin import kernel_named
 from fp8flax._model.quantize_model import is_nnx
 from fp8flax._serve.checkpoints import CheckpointTensor, paired
 from fp8flax._serve.export import Rename, is_weight_name, names_of, new_names_of, unmerged
-from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups
+from fp8flax._serve.stored_op import INPUT_SCALE, KERNEL_SCALE, Groups, groups_in_weight
 
 Sources = dict[Path, tuple[Any, Groups]]
 """The tensor of each variable by its path, and which dimensions of the variable are one in the tensor.
@@ -203,8 +202,8 @@ def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Gr
     These shapes of a tensor are accepted. A tensor in the order of the variable has no groups::
 
         variable                              tensor                        groups
-        a kernel whose tensor is a weight     (out, in)                     of ``_as_matrix``
-        any with scales, but no embedding     (..., out, in)                of ``_as_matrix``
+        a kernel whose tensor is a weight     (out, in)                     of ``groups_in_weight``
+        any with scales, but no embedding     (..., out, in)                of ``groups_in_weight``
         the same, if no weight: experts       (..., in, out), not a matrix  none
         a bias                                (out,) or (layers, out)       none
         any without scales, or an embedding   the shape of the variable     none
@@ -215,9 +214,9 @@ def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Gr
     is_weight, accepted = is_weight_name(name), list[Groups]()
     if path[-1] != "embedding" and (is_quantized or (path[-1] == "kernel" and is_weight)):
         if is_quantized or len(given) == 2:
-            accepted += _as_matrix(given, shape)
+            accepted += groups_in_weight(given, shape)
         turned = (*given[:-2], *given[:-3:-1])
-        if is_quantized and len(given) > 2 and not is_weight and _as_matrix(turned, shape):
+        if is_quantized and len(given) > 2 and not is_weight and groups_in_weight(turned, shape):
             accepted.append(())
     else:
         merged = [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
@@ -231,26 +230,6 @@ def _groups_of(path: Path, shape: tuple[int, ...], name: str, tensor: Any) -> Gr
         "dequantize returns, in the variable's order"
     )
     raise ValueError(f"its shape {list(given)} {unclear if accepted else wrong}")
-
-
-def _as_matrix(weight: Sequence[int], kernel: Sequence[int]) -> list[Groups]:
-    """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``, if there are any.
-
-    The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
-    to each other. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
-    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,)
-    and a weight (1, 8) give ``((), (0,))``. The dimensions of a stack are in no group: a kernel
-    (3, 16, 4, 8) and a weight (3, 32, 16) give ``((1, 2), (0,))``.
-    """
-    num_stacked, found = len(weight) - 2, list[Groups]()
-    dims = kernel[num_stacked:]
-    for start, end in itertools.combinations(range(max(2, len(dims))), 2):
-        out = (*range(start), *range(end, len(dims)))
-        sizes = math.prod(dims[i] for i in out), math.prod(dims[start:end])
-        if (*kernel[:num_stacked], *sizes) == tuple(weight):
-            found.append((out, tuple(range(start, end))))
-    is_clear = len(found) == 1 or (found and 0 in found[0][1])
-    return found[:1] if is_clear else []
 
 
 def _scales_beside(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, int | None]:

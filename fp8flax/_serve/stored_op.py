@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -31,6 +33,26 @@ by the two shapes, and ``export.unmerged`` reads by them."""
 INPUT_SCALE, KERNEL_SCALE = (state_leaf_names(role)[0] for role in ("input", "kernel"))
 
 
+def groups_in_weight(weight: Sequence[int], kernel: Sequence[int]) -> list[Groups]:
+    """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``, if there are any.
+
+    The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
+    to each other. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
+    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,)
+    and a weight (1, 8) give ``((), (0,))``. The dimensions of a stack are in no group: a kernel
+    (3, 16, 4, 8) and a weight (3, 32, 16) give ``((1, 2), (0,))``.
+    """
+    num_stacked, found = len(weight) - 2, list[Groups]()
+    dims = kernel[num_stacked:]
+    for start, end in itertools.combinations(range(max(2, len(dims))), 2):
+        out = (*range(start), *range(end, len(dims)))
+        sizes = math.prod(dims[i] for i in out), math.prod(dims[start:end])
+        if (*kernel[:num_stacked], *sizes) == tuple(weight):
+            found.append((out, tuple(range(start, end))))
+    is_clear = len(found) == 1 or (found and 0 in found[0][1])
+    return found[:1] if is_clear else []
+
+
 class ServedOp(NamedTuple):
     """Description of an op in a frozen model (hashable).
 
@@ -47,7 +69,8 @@ class ServedOp(NamedTuple):
     """The output dimensions and the summed dimensions of the kernel.
 
     They are counted without the dimensions that stack layers, and without those that stack kernels, such as
-    the experts. There are none if the op does not read the kernel as it is stored."""
+    the experts. There are none if the op does not read the kernel as it is stored, or if ``load_into``
+    would find others."""
     dtype: np.dtype | None = None
     """The dtype of the kernel before it was stored."""
     stack: tuple[int, ...] = ()

@@ -216,6 +216,28 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     np.testing.assert_array_equal(loaded, expected)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128"])
+@pytest.mark.parametrize(
+    ("equation", "shape"),
+    [("bi,oi->bo", (64, 64)), ("bi,ohi->boh", (8, 8, 64)), ("abi,aoi->abo", (2, 64, 64))],
+)
+def test_square_kernels_that_sum_over_the_last_dimension(equation, shape, recipe, tmp_path):
+    """``load_into`` would take them for ``(in, out)``, so they keep their order, name and scales."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.lecun_normal(), shape)
+            dense = nn.Dense(64, use_bias=False)(x)  # a square kernel of Flax
+            return jnp.einsum(equation, x, w).reshape(dense.shape) + dense
+
+    x = normal(0, *(2,) * (equation[0] == "a"), 8, 64)
+    model8, variables = trained(Own(), x, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables, x)
+    assert {"w", "Dense_0.weight"} <= written_and_read(tmp_path / "a", model, served).keys()
+    assert served["params"]["w"].dtype == E4M3
+
+
 @pytest.mark.parametrize(("recipe", "name"), [("delayed", "weight"), ("block128", "kernel")])
 def test_einsums_that_sum_over_several_dimensions(recipe, name, tmp_path):
     """The file has them in the order of the kernel; ``jnp.einsum`` sums over them in alphabetical order."""
