@@ -68,15 +68,24 @@ class _Autocast(contextlib.ContextDecorator):
         _of_task.set((*_of_task.get(), setting))
 
     def __exit__(self, *error: object) -> None:
-        if _jit_key.value is not self:
+        settings = vars(_entered).get("settings", [])
+        was_last, later = _jit_key.value is self, []
+        while settings and _jit_key.value is not self:
+            later.append(settings.pop())
+            later[-1].__exit__(*error)
+        if settings:
+            own = settings.pop()
+            own.__exit__(*error)
+            _of_task.set(tuple(x for x in _of_task.get() if x is not own))
+        while later:  # they stay in force
+            settings.append(later.pop())
+            settings[-1].__enter__()
+        if not was_last:
             raise RuntimeError(
                 "The autocast that is left is not the last one that this thread has entered. An asyncio "
                 "task or a generator was suspended under autocast, while other code of the thread entered "
                 f"or left it. {_REMEDY}"
             )
-        setting = _entered.settings.pop()
-        setting.__exit__(*error)
-        _of_task.set(tuple(x for x in _of_task.get() if x is not setting))
 
 
 _autocasts: weakref.WeakValueDictionary[_Ambient, _Autocast] = weakref.WeakValueDictionary()

@@ -224,14 +224,24 @@ def under(recipe):
 
 
 def test_contexts_are_left_in_order():
-    def close_late():
-        generator = under(MX)
-        next(generator)
-        with fp8.autocast(recipe=CURRENT):
-            generator.close()
+    """Otherwise that is an error. The others stay in force, and the one that was left is no longer."""
 
-    with pytest.raises(RuntimeError, match="not the last one"):
-        in_a_thread(close_late)
+    def close_late():
+        generator, found = under(MX), []
+        next(generator)
+        with fp8.autocast(enabled=False), fp8.autocast(recipe=CURRENT):
+            with pytest.raises(RuntimeError, match="not the last one"):
+                generator.close()
+            found.append(in_force())
+            with fp8.autocast(recipe=MX):
+                found.append(in_force())
+        return [*found, in_force()]
+
+    assert in_a_thread(close_late) == ["current", "MX", "delayed"]
+    generator = under(MX)
+    in_a_thread(lambda: next(generator))
+    with fp8.autocast(recipe=CURRENT), pytest.raises(RuntimeError, match="not the last one"):
+        generator.close()  # which another thread has entered
     assert in_force() == "delayed"
 
 
