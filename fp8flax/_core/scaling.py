@@ -46,6 +46,8 @@ def delayed_amax(
     NaN, at least on CPUs.)
     """
     magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
+    if x.dtype == jnp.float64:  # may hold more than float32, in which the history is
+        magnitude = jnp.where(lax.is_finite(x), jnp.minimum(magnitude, np.float64(_LARGEST)), magnitude)
     if where is not None:
         magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
     return jnp.max(magnitude, initial=-jnp.inf)

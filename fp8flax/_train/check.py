@@ -122,16 +122,21 @@ def _is_scale_of(scale: jax.Array, amax: jax.Array) -> jax.Array:
     two, and times a power of two, the margin. Or it is a power of two itself. A margin that would make it
     infinite makes it the largest number of float32.
     """
+    # The quotient of the mantissas cannot overflow. It has the mantissa of ``amax / scale``.
+    of_scale = _mantissa(scale)
+    mantissa = _mantissa(_mantissa(amax) / jnp.where(of_scale == 0, 1.0, of_scale))
     # The mantissas are from 0.5 to 1. They may differ by eight units in the last place.
-    mantissa = _mantissa(amax / scale)
     follows = [jnp.abs(mantissa - x) <= np.float32(2**-21) for x in np.array([1.75, 1.875], np.float32) / 2]
-    is_by_itself = (_mantissa(scale) == 0.5) | (scale == jnp.finfo(jnp.float32).max)
-    return follows[0] | follows[1] | (is_by_itself & (amax > 0))
+    is_by_itself = (of_scale == 0.5) | (scale == jnp.finfo(jnp.float32).max)
+    return (of_scale > 0) & (follows[0] | follows[1] | (is_by_itself & (amax > 0)))
 
 
 def _mantissa(x: jax.Array) -> jax.Array:
-    """Returns the mantissas of normal positive numbers, from 0.5 to 1, and 0 for all others."""
-    return jnp.where(is_usable(x), jnp.frexp(x)[0], 0.0)
+    """Returns the mantissas of normal positive float32 numbers, from 0.5 to 1, and 0 for all others."""
+    # 23 bits of the mantissa, and the exponent of 0.5. (``jnp.frexp`` compares with an Inf, to which
+    # ``jax_debug_infs`` objects.)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(2**23 - 1) | np.int32(126 << 23)
+    return jnp.where(is_usable(x), lax.bitcast_convert_type(bits, jnp.float32), 0.0)
 
 
 def check_state(variables: PyTree, before: PyTree = None) -> None:

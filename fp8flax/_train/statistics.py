@@ -59,12 +59,13 @@ def statistics(fun: Callable[..., PyTree], has_aux: bool = False) -> Callable[..
     ``fun`` may contain any transformation of JAX and Flax, also ``lax.while_loop`` and ``jax.shard_map``.
     Each layer of a stack (``nn.scan``, ``nn.vmap``, ``lax.scan`` over kernels) has numbers of its own, and
     its index behind the path: ``"blocks/Dense_0/Fp8DotGeneralOp_0[3]"``. In a loop the index counts the
-    calls of the forward pass, from 0; a call that ``lax.cond`` skips does not count. All calls with one
-    kernel count as one op: repeated calls, a loop over microbatches, the examples of ``jax.vmap``. So do
-    the devices of ``jax.shard_map``. A tensor enters two GEMMs; if its quantizers differ, as with scales
-    per block, all counts are over both. ``nn.jit`` traces equal layers once, so the first of them has the
-    numbers of all: measure without ``nn.jit``. A call without a gradient (``lax.stop_gradient``) reports no
-    ``output_grad``.
+    calls of the forward pass, from 0; a call that ``lax.cond`` skips does not count. The layers of a loop
+    are told apart by the sums of their kernels: layers with equal kernels, such as zeros at the start,
+    count as one. All calls with one kernel count as one op: repeated calls, a loop over microbatches, the
+    examples of ``jax.vmap``. So do the devices of ``jax.shard_map``. A tensor enters two GEMMs; if its
+    quantizers differ, as with scales per block, all counts are over both. ``nn.jit`` traces equal layers
+    once, so the first of them has the numbers of all: measure without ``nn.jit``. A call without a gradient
+    (``lax.stop_gradient``) reports no ``output_grad``.
 
     Not covered are frozen models, ``in_qdq`` and ``out_qdq`` on their own, and ops of NNX models that do
     not come from ``fp8flax.nnx.quantize_model``, because they do not know their paths.

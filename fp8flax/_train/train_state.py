@@ -66,7 +66,8 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
             if axis_name is not None:
                 grads = pmean_gradients(grads, axis_name)
             finite = map_state(lambda s: True, lambda g: g.dtype == float0 or jnp.isfinite(g).all(), grads)
-            slope = jnp.where(functools.reduce(jnp.logical_and, jax.tree.leaves(finite)), 1.0, jnp.nan)
+            all_finite = functools.reduce(jnp.logical_and, jax.tree.leaves(finite), True)
+            slope = jnp.where(all_finite, 1.0, jnp.nan)
             # Flax's method computes the next scale, from a gradient that is as finite as all gradients.
             after = super(DynamicScale, self).value_and_grad(lambda x: slope * x)(0.0)
             value = (value / self.scale, aux) if has_aux else value / self.scale

@@ -31,7 +31,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     text = "lm (default): a byte-level Transformer; imdb: a classifier of film reviews"
     add("task", nargs="?", choices=("lm", "imdb"), default="lm", help=text)
-    add("--steps", type=int, help="training steps (default lm: 300, imdb: 2400)")
+    add("--steps", type=positive, help="training steps (default lm: 300, imdb: 2400)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
     text = "how FP8 tensors are scaled (default delayed)"
     add("--recipe", choices=tuple(training.RECIPES), default="delayed", help=text)
@@ -41,6 +41,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "train nothing; list which matmuls of the training step run in FP8 on an H200"
     add("--audit", action="store_true", help=text)
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """Returns the number in an argument; argparse reports an error if it is not 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {number}")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,6 +18,9 @@ AMAXES = np.float32([3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38])
 SUBNORMAL = np.float32([1e-45, 1e-40, 1.17e-38])
 
 
+TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("special", "dtype"),
@@ -39,6 +42,13 @@ def test_the_amax(special, dtype):
     where = jnp.arange(3)[:, None, None] > 0
     assert scaling.delayed_amax(x, where).astype(jnp.float32) == np.max(np.abs(wide[1:]))
     assert scaling.delayed_amax(x, where & False) == scaling.delayed_amax(x[:0]) == -np.inf
+
+
+@pytest.mark.parametrize(("x", "expected"), [(1e39, HUGE), (-1e300, HUGE), (-3.0, 3.0), (-np.inf, np.inf)])
+def test_an_amax_beyond_float32_is_the_largest_of_float32(x, expected):
+    """An inf in float64 stays one: it would be a bad value in the data."""
+    with jax.enable_x64(True):
+        assert scaling.delayed_amax(jnp.float64([1, x, 2])) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,9 +110,6 @@ def test_the_scale_is_a_normal_number_and_the_amax_survives(margin):
 )
 def test_ugly_histories(x, history, expected):
     np.testing.assert_array_equal(fp8.compute_amax_history(x, jnp.array(history)), expected)
-
-
-TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
 
 
 def numbers(rng, lowest, highest, size):

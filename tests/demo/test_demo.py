@@ -157,6 +157,13 @@ class TestCommandLine:
         assert results["options"]["recipe"] == "mxfp8"
 
 
+@pytest.mark.parametrize("steps", ["0", "-5", "many"])
+def test_steps_are_a_positive_number(steps, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--steps", steps])
+    assert "argument --steps: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

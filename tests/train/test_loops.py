@@ -104,6 +104,10 @@ class TestDynamicScale:
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
         assert_trees_equal(op_of(grads)["input_scale"], jnp.ones((1,)))
 
+    def test_without_gradients(self):
+        result = fp8.DynamicScale().value_and_grad(lambda params, x: jnp.sum(x))({}, X)
+        assert (bool(result.finite), result.grad) == (True, {})
+
     @pytest.mark.long
     def test_over_devices_the_state_is_the_maximum(self):
         def of_device(x, axis_name=None):

@@ -280,9 +280,14 @@ class TestAccumulateGradients:
         )
 
 
-def test_debug_nans():
+def test_debug_nans_and_infs():
+    """Nothing is NaN or Inf on the way, in a state with amaxes."""
+    with jax.debug_nans(True), jax.debug_infs(True):
+        variables = fp8.calibrate(mse, VARIABLES, [X], backward=True)
+        fp8.freeze(MODEL, variables, X)  # looks at the state
+        fp8.check_state(variables)
     with jax.debug_nans(True):
-        grads = fp8.grad(mse)(VARIABLES, X)
+        grads = fp8.grad(mse)(variables, X)
     assert np.isfinite(grads["params"]["first"]["kernel"]).all()
 
 

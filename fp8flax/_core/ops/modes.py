@@ -35,7 +35,7 @@ class Errors(NamedTuple):
     of_roles: Sequence[Number]
     """The ``Numbers`` of the tensor of each role, one row for each of its quantizers."""
     of_kernel: Number | None = None
-    """Sums of the kernel, which differ if kernels differ. Only in a forward pass."""
+    """Sums of the kernel, by which the layers of a loop are told apart. Only in a forward pass."""
     call: Number | None = None
     """The number of the call, from the report of its forward pass. Only in a backward pass."""
 

@@ -50,8 +50,8 @@ class ScalingState(NamedTuple):
     """
 
     scale: Shaped[jax.Array, "*scale"]
-    """Shape ``(1,)``, or ``(*stack, 1)`` if tensors are stacked; an op also takes a scalar. Or ``fp8_meta``
-    in its place."""
+    """Shape ``(1,)``, or ``(*stack, 1)`` if tensors are stacked; ``in_qdq`` also takes a scalar. Or
+    ``fp8_meta`` in its place."""
     amax_history: Shaped[jax.Array, "*stack length"]
     """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)``. The newest entry is at index 0."""
 
