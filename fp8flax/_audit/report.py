@@ -17,8 +17,9 @@ class AuditReport:
 
     Two kinds of code are counted approximately: a loop whose trip count XLA does not know counts once, and
     each branch of a conditional counts as if it were taken. A GEMM is what XLA shows as a matrix product or
-    a convolution, or a GPU kernel of this package that multiplies. A matrix times a vector, and other
-    hand-written GPU kernels (Pallas, cuDNN attention), count among the other kernels.
+    a convolution, or a GPU kernel of this package that multiplies. Other hand-written
+    GPU kernels (Pallas, cuDNN attention) count among the other kernels, and on a GPU so does a matrix times
+    a vector.
     """
 
     target: str

@@ -107,7 +107,16 @@ def _argument(x: Any, function: str, made_by: _MadeBy) -> Any:
 
 
 def is_arithmetic(x: object) -> bool:
-    """Returns whether a tracer was clipped, or is a sum: of values, of a loop's passes, or over devices."""
+    """Returns whether a tracer was clipped, or is a sum: of values, of a loop's passes, or over devices.
+
+    A product with a scalar is, if its other factor is. So the mean of two states is found::
+
+        c = add a b                      a sum
+        d = broadcast_in_dim 0.5         of no shape before: a scalar, whose own origin does not count
+        e = mul c d                      followed to ``c``, which has the shape of ``e``
+
+    The result of a jitted function or of a loop is followed to the equation in it that makes the result.
+    """
     return _is_arithmetic(x, _of_tracer)
 
 

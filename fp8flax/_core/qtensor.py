@@ -164,7 +164,8 @@ class QTensor:
     ``==`` compares identities, as for other objects that hold arrays. Compare codes and scales instead.
 
     Attributes:
-        codes: codes in ``quantizer.dtype``, always of the shape of the tensor.
+        codes: codes in ``quantizer.dtype``, or as bits (``as_bits``), of the shape of the tensor. A rotated
+            tensor of NVFP4 is padded to whole groups of 16 along the contraction.
         scale: positive, or NaN, in float32 or of one byte. It broadcasts to the codes: a scalar, or one
             dimension for each dimension of the tensor, of its size, or of size 1 where all elements share a
             scale. With scales per block, its sizes are the numbers of blocks; the last may be partial.

@@ -221,7 +221,7 @@ def _contract_bwd(residuals: _Residuals, g: jax.Array) -> tuple[None, Operands, 
         x.from_bits() if isinstance(x, QTensor) else plan.canonical(role, x)
         for role, x in zip(OPERANDS, kept)
     )
-    g1, g2, amax_of_g = quantized_twice(plan, "output_grad", g, scales)
+    g1, g2, amax_of_g = quantized_for_both(plan, "output_grad", g, scales)
     with jax.named_scope(DGRAD):
         dx = plan.original("input", plan.product(DGRAD)(g1, w))
     with jax.named_scope(WGRAD):
@@ -262,10 +262,10 @@ def quantized_once(plan: Contraction, role: str, x: jax.Array, scales: Scales) -
     return quantize_for_both((quantizer, None), dims, plan.canonical(role, x), scales.get(role), keys)[0]
 
 
-def quantized_twice(
+def quantized_for_both(
     plan: Contraction, role: str, x: jax.Array, scales: Scales
 ) -> tuple[AnyTensor, AnyTensor, Scales]:
-    """Returns a tensor quantized for its first and second product, and its amax, if delayed, by role."""
+    """Returns a tensor quantized for both of its products, and its amax, if delayed, by role."""
     x = plan.canonical(role, x)
     (one, other), dims = plan.recipe.of_role(role), plan.dims[role]
     scale, keys = scales.get(role), [_key(plan, role, index) for index in (0, 1)]
@@ -275,20 +275,33 @@ def quantized_twice(
         master = plan.canonical(role, plan.master)
     first, second = quantize_for_both((one, other), dims, x, scale, keys, master, is_gradient=is_gradient)
     amax = {role: plan.amax(role, x)} if role in scales else {}
-    is_one_pass = one is not None and one.shares_pass(other)
-    if is_one_pass and role == "kernel" and isinstance(first, QTensor) and not first.block:
-        assert isinstance(second, QTensor)
-        codes, scale = lax.optimization_barrier((second.codes, first.scale))  # A
-        first, second = dataclasses.replace(first, scale=scale), dataclasses.replace(second, codes=codes)
-    if is_one_pass or role == "kernel":
+    if one is not None and one.shares_pass(other):
+        if role == "kernel" and not one.block:
+            first, second = _codes_before_forward(first, second)
+    elif role != "kernel":
         # For a kernel one pass for codes and amax saves no time, and a policy that recomputes the kernel's
         # codes would have to recompute its amax.
-        return first, second, amax
+        first, second, amax = _codes_with_amax(first, second, amax)
+    return first, second, amax
+
+
+def _codes_before_forward(first: AnyTensor, second: AnyTensor) -> tuple[QTensor, QTensor]:
+    """Returns a kernel for its products behind barrier A: the first waits for the codes of the second."""
+    assert isinstance(first, QTensor)
+    assert isinstance(second, QTensor)
+    codes, scale = lax.optimization_barrier((second.codes, first.scale))
+    return dataclasses.replace(first, scale=scale), dataclasses.replace(second, codes=codes)
+
+
+def _codes_with_amax(
+    first: AnyTensor, second: AnyTensor, amax: Scales
+) -> tuple[AnyTensor, AnyTensor, Scales]:
+    """Returns a tensor for its two products, and its amax, behind barrier B. One object twice stays one."""
     operands = [first] if first is second else [first, second]
-    codes = [x.codes for x in operands if isinstance(x, QTensor)]
-    codes, amax = lax.optimization_barrier((codes, amax))  # B
-    made = [dataclasses.replace(x, codes=codes.pop(0)) if isinstance(x, QTensor) else x for x in operands]
-    return made[0], made[-1], amax
+    quantized = [x for x in operands if isinstance(x, QTensor)]
+    codes, amax = lax.optimization_barrier(([x.codes for x in quantized], amax))
+    behind = {id(x): dataclasses.replace(x, codes=own) for x, own in zip(quantized, codes)}
+    return behind.get(id(first), first), behind.get(id(second), second), amax
 
 
 def _key(plan: Contraction, role: str, index: int) -> Given:
@@ -307,7 +320,7 @@ def _operand(
     Returns the operand of the forward product, the residual for the product in the backward pass (None if
     that operand is wide), and the amax by role. The residual is bits, under names for ``jax.checkpoint``.
     """
-    first, second, amax = quantized_twice(plan, role, x, scales)
+    first, second, amax = quantized_for_both(plan, role, x, scales)
     kept = None
     if isinstance(second, QTensor):
         bits, name = second.as_bits(), _INPUT_NAME if role == "input" else _KERNEL_NAME

@@ -164,6 +164,7 @@ def with_metas(states: Sequence[ScalingState]) -> list[ScalingState]:
         # of all metas.
         numbers = for_each_tensor(_meta_numbers, lax.stop_gradient(missing))
         made = [pack_meta(*three) for three in numbers]
+        # The cotangents of the metas are the next states of ``missing``, which depend on those before.
         metas = iter(on_cotangent(lambda g, states: (None, next_states(states, g)), made, missing, missing))
     return [
         ScalingState(
