@@ -119,8 +119,11 @@ def attribute_of(site: Site) -> str:
 
 
 def has_methods(node: Any) -> bool:
-    """Returns whether a module may be watched; an attribute of a dict or a list would be an item."""
-    return not isinstance(node, nnx.Dict | nnx.List | Fp8Op)
+    """Returns whether a module may be watched.
+
+    An attribute of a dict or a list would be an item, and one of ``ToNNX`` a variable of its Linen module.
+    """
+    return not isinstance(node, nnx.Dict | nnx.List | nnx.bridge.ToNNX | Fp8Op)
 
 
 def watch(node: Any, make_call: type[ModuleCall] = ModuleCall) -> None:

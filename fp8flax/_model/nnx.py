@@ -211,9 +211,11 @@ def quantize(
     model: nnx.Module, inputs: Inputs, keyword_inputs: KeywordInputs, rules: Rules, rngs: nnx.Rngs | None
 ) -> nnx.Module:
     """Returns a copy of an NNX model that computes in FP8; see ``fp8flax.quantize_model``."""
+    if isinstance(model, nnx.bridge.ToNNX):
+        raise wrong_model(model, "be converted before the bridge: ToNNX(quantize_model(linen_module, …))")
     given = nodes_of(model, Fp8Op)
     for path, node in nodes_of(model, nnx.Module).items():
-        if getattr(node, "_fp8_make_call", None) or (path in given and given[path]._reason):
+        if getattr(type(node), "_fp8_make_call", None) or (path in given and given[path]._reason):
             raise ValueError(
                 f"{type(model).__name__}, or a part of it, is converted already: {'/'.join(path)!r} comes "
                 "from quantize_model or freeze. Call quantize_model once, on the whole original model, "

@@ -218,6 +218,8 @@ def _recording_copy(model: nnx.Module, recording: Recording) -> Any:
             setattr(module, path[-1], nnx.static(run))
     for path, x in nodes_of(copy, nnx.Param).items():  # one that modules share has its first path
         x.set_metadata(fp8_path=path, on_set_value=on_set)
+    for bridge in nodes_of(copy, nnx.bridge.ToNNX).values():  # its Linen module looks for kernels in params
+        recording.read |= {x.fp8_path for x in nodes_of(bridge, nnx.Param).values()}
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module):
             watch(module, RecordingCall)

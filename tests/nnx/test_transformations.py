@@ -2,6 +2,7 @@
 
 from functools import cache, partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -254,3 +255,44 @@ def test_the_rows_of_what_works(request):
     """Each row is a case above."""
     if not request.config.getoption("--write-table"):
         assert what_works.rows("nnx") == [*WHOLE, *STACKED, ON_A_MESH, EXPLICIT]
+
+
+class Bridged(nnx.Module):
+    """A layer of NNX, and a module of Linen behind a bridge."""
+
+    def __init__(self, module):
+        self.first = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.bridge = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(1)).lazy_init(X)
+
+    def __call__(self, x):
+        return self.bridge(self.first(x))
+
+
+def test_a_linen_module_behind_a_bridge():
+    """The module that calls it computes its products. ``freeze`` leaves their kernels wide, for Linen."""
+    model = Bridged(nn.Dense(8))
+    model8 = fp8.quantize_model(model, X, recipe=SHORT, include=".*")
+    assert [row.kernel for row in fp8.report(model8, X).converted] == ["first/kernel", "bridge/kernel"]
+    gradient = nnx.jit(fp8nnx.grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    fp8nnx.overwrite_state(model8, gradient(model8, X))
+    fp8.check_state(model8)
+    with fp8.autocast(enabled=False):
+        np.testing.assert_array_equal(model8(X), model(X))
+    with pytest.warns(UserWarning, match="bridge"):
+        frozen = fp8.freeze(model8, X)
+    assert frozen.first.kernel.get_value().dtype == jnp.float8_e4m3fn
+    assert frozen.bridge.kernel.get_value().dtype == jnp.float32
+    call = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(call(frozen, X), call(model8, X))
+
+
+def test_a_linen_module_that_is_converted_before_the_bridge():
+    """It has its own ops, and trains with the model."""
+    with pytest.raises(TypeError, match=r"before the bridge: ToNNX\(quantize_model"):
+        fp8.quantize_model(Bridged(nn.Dense(8)).bridge, X, include=".*")
+    linen = fp8.quantize_model(nn.Dense(8), SHORT, include=".*")
+    model8 = fp8.quantize_model(Bridged(linen), X, recipe=SHORT, include=".*")
+    gradient = nnx.jit(fp8nnx.grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    fp8nnx.overwrite_state(model8, gradient(model8, X))
+    fp8.check_state(model8)
+    assert model8.bridge.Fp8DotGeneralOp_0["input_amax_history"].get_value()[0] > 0
