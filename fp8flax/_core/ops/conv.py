@@ -151,15 +151,17 @@ class Conv(Op):
         _, rhs_spec, out_spec = found[1]["dimension_numbers"]
         # The elements of a window are in the order of the kernel: spatial dimensions, then features.
         contract = (*range(2, x.ndim - 1, 2), x.ndim - 1), (*rhs_spec[2:], rhs_spec[1])
-        y = DotGeneral.in_fp8(x, rhs, (contract, ((), ())), *arguments[7:], **options)
+        *_, precision, out_dtype = arguments
+        y = DotGeneral.in_fp8(x, rhs, (contract, ((), ())), precision, out_dtype, **options)
         return lax.transpose(y, np.argsort((out_spec[0], *out_spec[2:], out_spec[1])).tolist())
 
     @staticmethod
     def sizes(lhs: Shape, rhs: Shape, *arguments: Any) -> GemmSizes:
-        # The shape of the result does not depend on the dtype.
+        *convolution, _, _ = arguments  # without precision and dtype, of which the shape does not depend
+        *_, dims, _, _ = convolution  # the last two are the counts of groups
         operands = (jax.ShapeDtypeStruct(shape, np.float32) for shape in (lhs, rhs))
-        out = jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, *arguments[:7]), *operands).shape
-        _, kernel, result = lax.conv_dimension_numbers(lhs, rhs, dimension_numbers=arguments[4])
+        out = jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, *convolution), *operands).shape
+        _, kernel, result = lax.conv_dimension_numbers(lhs, rhs, dimension_numbers=dims)
         k = math.prod(rhs[i] for i in kernel[1:])
         return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
 

@@ -26,7 +26,9 @@ _places = itertools.count()
 
 
 Label: TypeAlias = tuple[tuple[str, ...], int]
-"""The path of an op in the model, and the number of the place that calls it."""
+"""The path of an op in the model, and the number of the place that calls it.
+
+In a report of ``Errors`` the roles of its tensors follow: input and kernel, or the output gradient."""
 
 
 class Errors(NamedTuple):
@@ -43,7 +45,8 @@ class Errors(NamedTuple):
     def of(cls, report: Report) -> Errors:
         """Returns the record that an op has reported."""
         *of_roles, last = report.numbers
-        is_backward = report.label[2] == ("output_grad",)
+        _, _, roles = report.label
+        is_backward = roles == ("output_grad",)
         return cls(of_roles, call=last) if is_backward else cls(of_roles, last)
 
 
