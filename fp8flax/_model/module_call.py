@@ -72,9 +72,16 @@ class ModuleCall(Interception):
         self.modules = {id(x) for x in nodes.values() if isinstance(x, nnx.Module)}
         """The identities of the modules that are a part of the call."""
         self.variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
+        seen = set[int]()
         for x in self.variables.values():
-            if isinstance(x, nnx.Param) and isinstance(x.get_raw_value(), np.ndarray):
-                x.set_raw_value(jnp.asarray(x.get_raw_value()))  # JAX would copy it at each use
+            value = x.get_raw_value()
+            if not isinstance(x, nnx.Param) or isinstance(value, jax.core.Tracer):
+                continue
+            if isinstance(value, np.ndarray):
+                x.set_raw_value(jnp.asarray(value))  # JAX would copy it at each use
+            elif id(value) in seen:  # an array of two parameters; origins are known by the identity
+                x.set_raw_value(value.copy())
+            seen.add(id(value))
 
     @contextlib.contextmanager
     def in_frame(self, module: nnx.Module, method: str) -> Iterator[None]:

@@ -230,6 +230,12 @@ def quantize(
     # Several contractions may have one place. One that is converted comes last, and decides.
     places = {(id(x.module), x.name): x for x in sorted(decided, key=lambda x: x.converts)}
     for site in places.values():
+        there = getattr(site.module, site.name, None)
+        if site.name != site.op.nnx_field and there is not None and not isinstance(there, Fp8Op):
+            raise ValueError(
+                f"{site.place or 'The model'!r} has an attribute {site.name!r}, where the FP8 op of "
+                f"{site.kernel!r} would be. Give the attribute another name."
+            )
         if op_of(site) is not None and (not site.converts or site.pattern == DEFAULT):
             continue  # the op that the user gave
         if site.converts:

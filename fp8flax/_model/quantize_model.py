@@ -63,7 +63,8 @@ def quantize_model(
     layer with an op that you gave keeps it, unless ``rules`` or ``include`` convert the layer.
 
     Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
-    the defaults. The defaults leave out
+    the defaults. (Flax's ``nn.jit`` traces equal layers once, and all of them compute as the first: do not
+    use it with rules that tell them apart.) The defaults leave out
 
     * embeddings
     * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``

@@ -209,7 +209,13 @@ def _tensors_of(
     found, wide, first = dict[str, Array](), list[str](), dict[str, str]()
     for path, (own_name, array) in sorted(in_file.items()):
         name, place = new_names[own_name], "/".join(path)
-        is_stored = own_name != names_of(path)[0] or array.dtype.itemsize == 1
+        is_in_order = own_name == names_of(path)[0]  # that of the model
+        is_stored = not is_in_order or array.dtype.itemsize == 1
+        if is_in_order and is_stored and path[-1] == "kernel" and is_weight_name(name):
+            raise ValueError(
+                f"rename makes a weight of {place}, an FP8 kernel that the file has in the order of the "
+                "model. Give this kernel a name that ends in 'kernel'."
+            )
         if path[0] == PARAMS and path[-1] == "kernel" and not is_stored:
             wide.append(name.rpartition(".")[0] or name)
             if is_weight_name(name):
@@ -238,7 +244,7 @@ def _in_file(ops: Sequence[ServedOp], arrays: Mapping[Path, Array]) -> dict[Path
     layers, arrays = _layers(ops, arrays)
     found = {path: (names_of(path)[0], Groups()) for path in arrays}
     for op in layers:
-        found |= _of_layer(op)
+        found |= _of_layer(op, arrays)
         arrays |= _repeated(op, arrays)
     return {path: (found[path][0], merged(x, found[path][1])) for path, x in arrays.items()}
 
@@ -268,8 +274,12 @@ def _layers(
     return [own[0] for own in layers.values()], left
 
 
-def _of_layer(op: ServedOp) -> dict[Path, tuple[str, Groups]]:
-    """Returns the names and the groups of the variables that a layer with this op may have."""
+def _of_layer(op: ServedOp, arrays: Mapping[Path, Array]) -> dict[Path, tuple[str, Groups]]:
+    """Returns the names and the groups of the variables that a layer with this op may have.
+
+    A bias with the dimensions in another order than the weight has, as of the einsum ``td,dhb->tbh``, keeps
+    its shape.
+    """
     weight, quantizer = names_of((PARAMS, *op.kernel))[1], op.quantizer
     packed = "_packed" * (quantizer.dtype == E2M1)
     end, scale = "_scale", () if quantizer.has_one_scale else op.groups
@@ -282,8 +292,11 @@ def _of_layer(op: ServedOp) -> dict[Path, tuple[str, Groups]]:
         (PARAMS, *op.path, INPUT_SCALE): (weight.removesuffix("weight") + INPUT_SCALE, ()),
     }
     if op.kernel[-1] == "kernel":
-        bias = PARAMS, *op.kernel[:-1], "bias"
-        found[bias] = names_of(bias)[0], (tuple(range(len(op.groups[0]))),)
+        bias, out = (PARAMS, *op.kernel[:-1], "bias"), op.groups[0]
+        kernel, x = (arrays.get((PARAMS, *path)) for path in (op.kernel, bias[1:]))
+        sizes = () if kernel is None else kernel.shape[kernel.ndim - sum(map(len, op.groups)) :]
+        is_alike = x is None or not sizes or x.shape[-len(out) or None :] == tuple(sizes[i] for i in out)
+        found[bias] = names_of(bias)[0], (tuple(range(len(out))),) if is_alike else ()
     return found
 
 

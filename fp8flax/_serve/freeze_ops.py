@@ -125,7 +125,7 @@ def _stacks(ops: Sequence[SeenOp], whole: Shape, is_nnx: bool) -> list[Shape]:
     """Returns the axes along which layers may be stacked in a parameter, for each possibility.
 
     ``whole`` is the shape of the parameter. Its delayed scales are stacked in the same order. NNX slices
-    the kernel and the scales of a frozen layer alike, so they are stacked along the first axes.
+    the kernel and the scales of a frozen layer alike, so they must be stacked along the first axes.
     """
     part, experts = ops[0].kernel.sources[0].shape, Shape()
     if ops[0].op_type.is_stack:  # the kernels of experts have a scale each
@@ -137,8 +137,10 @@ def _stacks(ops: Sequence[SeenOp], whole: Shape, is_nnx: bool) -> list[Shape]:
         is_rest = tuple(n for i, n in enumerate(whole) if i not in stack) == part
         return is_rest and shapes <= {sizes, (*sizes, *experts)}
 
-    first, *others = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
-    return [*filter(fits, [first] if is_nnx else [first, *others])]
+    choices = itertools.combinations(range(len(whole)), max(0, len(whole) - len(part)))
+    found = [*filter(fits, choices)]
+    are_first = all(stack == tuple(range(len(stack))) for stack in found)
+    return found if are_first or not is_nnx else []
 
 
 def _why_wide(ops: Sequence[SeenOp], is_read: bool, stacks: Sequence[Shape]) -> str | None:

@@ -96,7 +96,7 @@ class FrozenOp(nnx.Module):
 
 def is_frozen(model: nnx.Module) -> bool:
     """Returns whether ``freeze`` returned the model."""
-    return bool(nodes_of(model, FrozenOp))
+    return bool(getattr(model, "_fp8_is_frozen", False) or nodes_of(model, FrozenOp))
 
 
 def described(model: nnx.Module, variables: None) -> tuple[list[ServedOp], Arrays]:
@@ -150,6 +150,7 @@ def freeze(model: nnx.Module, calls: Calls, weight_only: bool) -> nnx.Module:
     for module in nodes_of(copy, nnx.Module).values():
         if has_methods(module) and nodes_of(module, FrozenOp):
             watch(module, ServingCall)
+    copy._fp8_is_frozen = True  # also if all kernels stay wide
     return copy
 
 

@@ -440,3 +440,38 @@ def test_products_with_the_sharding_of_their_results():
         x, model.w[...], (((1,), (0,)), ((), ()))
     )
     np.testing.assert_allclose(out, model.left[...] @ here, rtol=1e-5, atol=1e-5)
+
+
+class Named(nnx.Module):
+    """Writes out a product with ``w``, and has an attribute that the op of the product would overwrite."""
+
+    def __init__(self):
+        self.w, self.fp8_w = (nnx.Param(normal(i, 8, 8)) for i in range(2))
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def test_an_attribute_with_the_name_of_an_op():
+    with pytest.raises(ValueError, match="has an attribute 'fp8_w'.*another name"):
+        fp8.quantize_model(Named(), normal(2, 4, 8), include=".*")
+
+
+class Online(nnx.Module):
+    """Two kernels, as those of a network and of its target."""
+
+    def __init__(self):
+        self.w, self.v = (nnx.Param(normal(i, 8, 8)) for i in range(2))
+
+    def __call__(self, x):
+        return x @ self.w, x @ self.v
+
+
+def test_two_parameters_that_hold_one_array():
+    """``nnx.update`` puts the arrays of one network into another. Each product has its op, also eagerly."""
+    x = normal(3, 4, 8)
+    model8 = fp8.quantize_model(Online(), x, recipe=fp8.Float8CurrentScaling(), include=".*")
+    model8.v.set_value(model8.w.get_value())
+    for first, second in (model8(x), nnx.jit(lambda model, x: model(x))(model8, x)):
+        np.testing.assert_array_equal(first, second)
+        assert not np.array_equal(first, x @ model8.w.get_value())

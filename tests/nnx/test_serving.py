@@ -144,6 +144,21 @@ def test_weights_only_leaves_ops_of_wide_kernels_wide():
     np.testing.assert_array_equal(frozen(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
+def test_a_frozen_model_without_a_stored_kernel(tmp_path):
+    """It is frozen all the same."""
+    x = X[..., :16]
+    model8 = fp8nnx.quantize_model(
+        nnx.Conv(16, 16, 3, rngs=nnx.Rngs(0)), recipe=fp8.Float8CurrentScaling(), include=".*"
+    )
+    with pytest.warns(UserWarning, match="stay wide"):
+        frozen = fp8nnx.freeze(model8, x)
+    fp8.save_safetensors(tmp_path / "a", frozen)
+    assert fp8.read_checkpoint(tmp_path / "a")["kernel"].dtype == np.float32
+    with pytest.raises(ValueError, match="frozen already"):
+        fp8nnx.freeze(frozen, x)
+
+
 def test_codes_and_scales_have_no_gradients():
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
     frozen = fp8nnx.freeze(nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0)), X)

@@ -164,13 +164,19 @@ def test_stacks_that_are_refused():
     with pytest.raises(AssertionError) as error:
         fp8.quantize_model(scan(), include=".*").init(jax.random.key(0), X, None)
     assert "along axis 0, 1 or -1" in error.value.__notes__[0]
-    axes, x = nnx.StateAxes({nnx.Param: 1, ...: 0}), normal(0, 3, 4, 8)
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+@pytest.mark.parametrize("features", [8, 3])
+def test_nnx_stacks_along_another_axis_stay_wide(features):
+    """Three layers with as many features could be stacked along the first axis, by their shape."""
+    axes, x = nnx.StateAxes({nnx.Param: 1, ...: 0}), normal(0, 3, 4, features)
 
     class Stack(nnx.Module):
         def __init__(self):
             def layer(rngs):
                 op = fp8nnx.Fp8DotGeneralOp()
-                return nnx.Linear(8, 6, use_bias=False, dot_general=op, rngs=rngs)
+                return nnx.Linear(features, 6, use_bias=False, dot_general=op, rngs=rngs)
 
             self.layers = nnx.vmap(layer, out_axes=axes)(nnx.Rngs(0).split(3))
 
@@ -214,6 +220,37 @@ def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
     expected = weight.dequantize().reshape([kernel.shape[i] for i in order]).transpose(np.argsort(order))
     loaded = fp8.load_into(variables, checkpoint)["params"]["layer"]["kernel"]
     np.testing.assert_array_equal(loaded, expected)
+
+
+def test_kernels_in_the_order_of_the_model_are_renamed_to_no_weight(tmp_path):
+    """A file has weights as ``(out, in)``, and ``load_into`` would transpose them."""
+
+    class Halves(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("kernel", nn.initializers.lecun_normal(), (64, 64))
+            return x @ w[:, :32], x @ w[:, 32:]
+
+    model8, variables = trained(Halves(), X, recipe=RECIPES["current"])
+    model, served = fp8.freeze(model8, variables, X)
+    assert served["params"]["kernel"].dtype == E4M3
+    written_and_read(tmp_path / "a", model, served)
+    with pytest.raises(ValueError, match="rename makes a weight of params/kernel"):
+        fp8.save_safetensors(tmp_path / "b", model, served, rename={"kernel$": "weight"})
+
+
+def test_a_bias_in_another_order_than_the_weight(tmp_path):
+    """The rows of the weight are (h, b), and the bias is (b, h): it is not merged to the wrong rows."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Einsum((64, 2, 4), "td,dhb->tbh", bias_init=nn.initializers.normal(), name="layer")(x)
+
+    model8, variables = trained(Own(), X, recipe=RECIPES["current"])
+    model, served = fp8.freeze(model8, variables, X)
+    checkpoint = written_and_read(tmp_path / "a", model, served)
+    assert (checkpoint["layer.weight"].shape, checkpoint["layer.bias"].shape) == ((8, 64), (4, 2))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "axiswise", "block128"])
