@@ -41,8 +41,8 @@ class Row:
         batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
         count: how often it is computed in one forward pass.
         converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
-        reason: the rule that converts it, or the reason why it is not converted. An op that exists, but did
-            not run in the call, has a row with ``count`` and all sizes 0.
+        reason: the rule that converts it, or the reason why it is not converted. In NNX an op that
+            exists, but did not run in the call, has a row with ``count`` and all sizes 0.
         is_fp4: whether its recipe multiplies in FP4 in the forward pass.
     """
 
@@ -68,8 +68,8 @@ class ModelReport:
     """Table of a model's contractions, and whether each of them runs in FP8.
 
     Attributes:
-        rows: all contractions of the call, in the order in which the model computes them; then the FP8 ops
-            that did not run.
+        rows: all contractions of the call, in the order in which the model computes them; then, in NNX, the
+            FP8 ops that did not run.
     """
 
     rows: tuple[Row, ...]

@@ -26,8 +26,9 @@ def freeze(
     """Returns a model, and for Linen its variables, for serving: kernels in FP8, scales that do not change.
 
     Each op computes, bit for bit, what it computes in ``model``. (An op that casts to FP8 and back computes
-    what its direct counterpart does. Under ``jax.jit``, XLA may fuse the code between the ops differently.)
-    Delayed scales become those that the next step would use. Recipes without state continue to scale inputs
+    what its direct counterpart does. Under ``jax.jit``, XLA may fuse the code between the ops differently.
+    NNX layers that share a kernel get the largest of its delayed scales.) Delayed scales become those that
+    the next step would use. Recipes without state continue to scale inputs
     from current data.
 
     A kernel is stored in FP8, at its old place, if it is one whole parameter that a matmul multiplies by,
