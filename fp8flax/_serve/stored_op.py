@@ -37,10 +37,11 @@ def groups_in_weight(weight: Sequence[int], kernel: Sequence[int]) -> list[Group
     """Returns the dimensions of a kernel that are one in a weight ``(..., out, in)``, if there are any.
 
     The kernel has the dimensions of the stack first. Of the others, a matmul sums over some that are next
-    to each other, and not over the last one: a kernel ``(out, in)`` has none. If several choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8)
-    and a weight (64, 8) give ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,)
-    and a weight (1, 8) give ``((), (0,))``. The dimensions of a stack are in no group: a kernel
-    (3, 16, 4, 8) and a weight (3, 32, 16) give ``((1, 2), (0,))``.
+    to each other, and not over the last of several: a kernel ``(out, in)`` has no groups. If several
+    choices fit, they are the first, as in the layers of Flax: a kernel (8, 8, 8) and a weight (64, 8) give
+    ``((1, 2), (0,))``. For ``td,edf->tef`` they are in the middle. A kernel (8,) and a weight (1, 8) give
+    ``((), (0,))``. The dimensions of a stack are in no group: a kernel (3, 16, 4, 8) and a weight
+    (3, 32, 16) give ``((1, 2), (0,))``.
     """
     num_stacked, found = len(weight) - 2, list[Groups]()
     dims = kernel[num_stacked:]
